@@ -1,0 +1,275 @@
+"""The gradient graph: parameters, buffers and a microbatch → loss, gradients and new buffers.
+
+    traced = trace_gradient(Request(model, form, trainable=("wte.weight", …), …))
+
+The model runs on fake tensors under make_fx, then autograd runs on what that recorded; where the trace holds mutations
+it is traced again under functional tensors.
+
+Invariants:
+- the graph is functional, clean and labelled (see `graphs`); every parameter has a placeholder, used or not;
+- gradients are those of loss / microbatches: the factor is the initial cotangent and costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar import private
+from autopar.capture.batches import BatchForm
+from autopar.capture.clean import clean
+from autopar.capture.graphs import Role, assign_keys
+from autopar.capture.labels import CallMode, Labels, error_source
+from autopar.capture.replaced import replacements
+from autopar.errors import CaptureError, Error
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be traced."""
+
+    model: nn.Module
+    form: BatchForm
+    inputs: dict[Role, Tensor]
+    """params, buffers and microbatch tensors, in the order of the placeholders; only their shapes are used."""
+    trainable: tuple[str, ...]
+    """Parameters that want a gradient; none: the forward alone is traced."""
+    loss: Callable[[Any, Any], Any] | None
+    microbatches: int = 1
+    mixed: bool = False
+    symbolic_dims: dict[Role, tuple[int, ...]] = field(default_factory=dict)
+    """Dims to be traced as symbols."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    graph: fx.GraphModule
+    outputs: tuple[Role, ...]
+    constants: dict[str, Tensor]
+
+
+def trace_gradient(request: Request) -> Traced:
+    """Raises `CaptureError` where the model can't be captured, naming the user's line."""
+    mode = private.new_fake_mode(symbolic=bool(request.symbolic_dims))
+    fakes = {role: _fake(mode, role, value, request) for role, value in request.inputs.items()}
+    run = _Step(request)
+    with mode, _errors_explained(run):
+        graph = private.trace(run.flat, list(fakes.values()))
+    if _mutates(graph):
+        graph = private.functionalize(graph, mode)
+    for role, node in zip(fakes, _placeholder_nodes(graph), strict=True):
+        node.meta["role"] = role
+    constants = _constants_as_buffers(graph, mode)
+    graph = clean(graph, mode)
+    outputs = _drop_unchanged(graph, run.outputs)
+    _drop_unused(graph)
+    finish(graph)
+    return Traced(graph, outputs, {n: v for n, v in constants.items() if n in _buffer_names(graph)})
+
+
+def finish(graph: fx.GraphModule, *, phase: str = "") -> None:
+    """Turns the tracer's labels into the documented metadata, drops all other metadata, and compiles the graph."""
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            private.rename(node, re.sub(r"\W", "_", node.meta["role"].name or node.meta["role"].kind))
+        if node.op == "output":
+            node.args = (tuple(node.args[0]),)
+        label = node.meta.get("custom", {})
+        meta = {name: node.meta[name] for name in ("val", "role") if name in node.meta}
+        meta["phase"] = phase or label.get("phase", "forward")
+        node.meta = {**meta, "path": label.get("path", ""), "source": label.get("source", "")}
+    assign_keys(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+
+
+# -- the traced function ---------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """The function that make_fx sees, and what it found out."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.roles = tuple(request.inputs)
+        self.labels = Labels(_Step.flat.__code__)
+        self.outputs: list[Role] = []
+
+    def flat(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Placeholders in the order of `roles` → the flat outputs; `outputs` says what they are."""
+        by_kind: dict[str, dict[str, Tensor]] = {"param": {}, "buffer": {}, "batch": {}}
+        for role, value in zip(self.roles, values, strict=True):
+            by_kind[role.kind][role.name] = value
+        buffers = {name: value.clone() for name, value in by_kind["buffer"].items()}
+        state = {**by_kind["param"], **buffers}
+        with self.labels.following(self.request.model), torch.set_grad_enabled(bool(self.request.trainable)):
+            results = self._forward(state, by_kind["batch"])
+        if self.request.trainable:
+            results.update(self._backward(results[Role("loss", "loss")], by_kind["param"]))
+        results.update({Role("buffer", name): state[name].detach() for name in buffers})
+        self.outputs = list(results)
+        return tuple(results.values())
+
+    def _forward(self, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[Role, Tensor]:
+        request = self.request
+        given = request.form.rebuild(_cast(batch) if request.mixed else batch)
+        args, kwargs = request.form.call(given)
+        with CallMode(self.labels, replacements(mixed=request.mixed)):
+            output = torch.func.functional_call(request.model, state, args, kwargs)
+            if not request.trainable:
+                return {Role("output", name): value for name, value in named_tensors(output)}
+            loss = find_loss(output) if request.loss is None else request.loss(output, given)
+        return {Role("loss", "loss"): check_loss(loss)}
+
+    def _backward(self, loss: Tensor, params: dict[str, Tensor]) -> dict[Role, Tensor]:
+        self.labels.begin_backward(loss)
+        wanted = [params[name] for name in self.request.trainable]
+        cotangent = torch.full((), 1.0 / self.request.microbatches, dtype=loss.dtype)
+        gradients = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
+        named = zip(self.request.trainable, gradients, strict=True)
+        return {Role("grad", name): gradient for name, gradient in named if gradient is not None}
+
+
+def _cast(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+def find_loss(output: Any) -> Any:
+    """The loss in a model's output: the output itself, its `.loss`, or its "loss" entry."""
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is not None:
+        return found
+    raise CaptureError(
+        f"the model returned {type(output).__name__} without a loss; return a scalar loss, an object with `.loss` "
+        "(a Hugging Face model returns one when the batch holds `labels`), or pass loss=callable(output, batch)"
+    )
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss as a 0-d tensor that depends on a parameter."""
+    if not isinstance(loss, Tensor):
+        raise CaptureError(f"loss: got {type(loss).__name__}; expected a scalar tensor")
+    if loss.numel() != 1:
+        shape = list(loss.shape)
+        raise CaptureError(
+            f"loss: got a tensor of shape {shape}; expected a scalar: reduce it, or pass loss=callable(output, batch)"
+        )
+    if not loss.requires_grad:
+        raise CaptureError("loss: depends on no trainable parameter (detached, under no_grad, or all of them frozen)")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a model's output, by their place in it ("logits", "hidden.0"; "output" when there is one)."""
+    if isinstance(output, Tensor):
+        yield name or "output", output
+        return
+    items = output.items() if isinstance(output, Mapping) else enumerate(output) if _is_sequence(output) else ()
+    for key, item in items:
+        yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _errors_explained(run: _Step) -> Iterator[None]:
+    packed = any(role.name == "position_ids" for role in run.roles)
+    try:
+        with private.traceable_hugging_face(run.request.model, packed=packed):
+            yield
+    except Error:
+        raise
+    except Exception as error:
+        raise CaptureError(_explanation(error, run)) from error
+
+
+def _explanation(error: Exception, run: _Step) -> str:
+    line, text = error_source(error, _Step.flat.__code__)
+    where = f"{line}: `{text}`" if line else "the model"
+    if private.is_data_dependent(error):
+        return (
+            f"{where} needs the value of a tensor, but one captured step must serve all batches; "
+            "select with torch.where or a mask, use ops whose output shape is fixed, or decide by a Python constant"
+        )
+    return f"{where} failed while the step was captured: {type(error).__name__}: {error}"
+
+
+# -- after the trace -------------------------------------------------------------------------------------------------
+
+
+def _fake(mode: Any, role: Role, value: Tensor, request: Request) -> Tensor:
+    dtype = torch.bfloat16 if request.mixed and role.kind == "param" and value.is_floating_point() else value.dtype
+    like = torch.empty(value.shape, dtype=dtype, device="meta")
+    with torch.no_grad():
+        on_cpu = private.cpu_fake(mode, like, request.symbolic_dims.get(role))
+    wants = role.kind == "param" and role.name in request.trainable
+    return on_cpu.requires_grad_() if wants else on_cpu
+
+
+def _mutates(graph: fx.GraphModule) -> bool:
+    """Whether the trace must be made functional; batch norm mutates its statistics without saying so."""
+    hidden = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
+    ops = [n.target for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return any(op._schema.is_mutable or op.overloadpacket.__name__ in hidden for op in ops)
+
+
+def _placeholder_nodes(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _buffer_names(graph: fx.GraphModule) -> set[str]:
+    return {node.meta["role"].name for node in _placeholder_nodes(graph) if node.meta["role"].kind == "buffer"}
+
+
+def _constants_as_buffers(graph: fx.GraphModule, mode: Any) -> dict[str, Tensor]:
+    """Constants of the trace become placeholders, and their values are returned by name; scalars become `full`."""
+    constants: dict[str, Tensor] = {}
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
+        value: Tensor = getattr(graph, str(node.target))
+        if value.dim() == 0 and not value.is_complex():
+            with graph.graph.inserting_before(first):
+                new = graph.graph.call_function(torch.ops.aten.full.default, ([], value.item()), {"dtype": value.dtype})
+        else:
+            role = Role("buffer", f"_constant{len(constants)}")
+            constants[role.name] = value.detach().clone()
+            with graph.graph.inserting_before(first):
+                new = graph.graph.placeholder(role.name)
+            new.meta["role"] = role
+        with mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        new.meta.update({"val": fake, "custom": node.meta.get("custom", {})})
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
+    return constants
+
+
+def _drop_unchanged(graph: fx.GraphModule, roles: list[Role]) -> tuple[Role, ...]:
+    """Removes the outputs of buffers that come back as they went in; the roles of the others."""
+    output = next(iter(reversed(graph.graph.nodes)))
+    items = list(zip(roles, output.args[0], strict=True))
+    kept = [(role, node) for role, node in items if role.kind != "buffer" or node.meta.get("role") != role]
+    output.args = (tuple(node for _, node in kept),)
+    return tuple(role for role, _ in kept)
+
+
+def _drop_unused(graph: fx.GraphModule) -> None:
+    for node in _placeholder_nodes(graph):
+        if not node.users and node.meta["role"].kind != "param":
+            graph.graph.erase_node(node)

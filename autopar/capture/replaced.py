@@ -1,0 +1,154 @@
+"""Torch functions that capture traces as something else: composites, and losses in primitive ops.
+
+Each entry of `replacements()` takes the arguments of the function that it stands for and returns its value, or
+`NotImplemented` to let the function itself be traced.
+
+Invariants:
+- a replacement's value and gradients equal the function's to rounding;
+- a vocabulary-split cross entropy follows from the rules of amax, exp, sum, gather: so the loss stays in those.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import autopar.composites  # noqa: F401  (registers the ops)
+
+
+def replacements(*, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
+    """The table for `CallMode`; `mixed`: linear layers cast their input to the weight's dtype."""
+    table: dict[Any, Callable[..., Any]] = {
+        F.linear: functools.partial(_linear, mixed=mixed),
+        F.scaled_dot_product_attention: _attention,
+        F.cross_entropy: _cross_entropy,
+        F.nll_loss: _nll_loss,
+        F.pad: _pad,
+    }
+    for dropout in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+        table[dropout] = _dropout
+    return table
+
+
+# -- composites ------------------------------------------------------------------------------------------------------
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, mixed: bool) -> Any:
+    if weight.dim() != 2 or input.dim() == 0:
+        return NotImplemented
+    dtype = _autocast_dtype() or (weight.dtype if mixed else input.dtype)
+    if dtype != weight.dtype and _autocast_dtype() is None:
+        return NotImplemented  # torch's own error is the clearest
+    cast = [x if x is None or x.dtype == dtype else x.to(dtype) for x in (input, weight, bias)]
+    return torch.ops.autopar.linear(*cast)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    grouped = enable_gqa or query.shape[1] == key.shape[1]
+    plain = query.dim() == key.dim() == 4 and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
+    needs_mask_gradient = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p > 0 or not plain or not grouped or needs_mask_gradient or (is_causal and attn_mask is not None):
+        return NotImplemented
+    if attn_mask is not None and attn_mask.dim() not in (2, 4):
+        return NotImplemented
+    dtype = _autocast_dtype() or query.dtype
+    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return torch.ops.autopar.attention(q, k, v, attn_mask, is_causal, factor)[0]
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    """Custom ops bypass autocast: their operands are cast by hand."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if target.is_floating_point() or label_smoothing or size_average is not None or reduce is not None:
+        return NotImplemented
+    dim = 1 if input.dim() > 1 else 0
+    logits = input if input.dtype == torch.float64 else input.float()
+    shifted = logits - logits.detach().amax(dim, keepdim=True)
+    log_total = shifted.exp().sum(dim).log()
+    index = target.masked_fill(target == ignore_index, 0)
+    losses = log_total - shifted.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+    return _reduce(losses, index, target == ignore_index, weight, reduction)
+
+
+def _nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    dim = 1 if input.dim() > 1 else 0
+    index = target.masked_fill(target == ignore_index, 0)
+    losses = -input.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+    return _reduce(losses, index, target == ignore_index, weight, reduction)
+
+
+def _reduce(losses: Tensor, index: Tensor, ignored: Tensor, weight: Tensor | None, reduction: str) -> Any:
+    """Ignored positions count for nothing, in the sum and in the mean's divisor."""
+    scales = (~ignored if weight is None else weight[index].masked_fill(ignored, 0.0)).to(losses.dtype)
+    weighted = (losses if weight is None else losses * scales).masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return weighted
+    if reduction == "sum":
+        return weighted.sum()
+    return weighted.sum() / scales.sum()
+
+
+# -- others ----------------------------------------------------------------------------------------------------------
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return input if p == 0 or not training else NotImplemented
+
+
+def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    """Constant padding as concatenation: `constant_pad_nd` would fix symbolic sizes (the label shift uses it)."""
+    if mode != "constant" or any(isinstance(n, int) and n < 0 for n in pad):
+        return NotImplemented
+    for i in range(len(pad) // 2):
+        dim = input.dim() - 1 - i
+        parts = [_filled(input, dim, pad[2 * i], value), input, _filled(input, dim, pad[2 * i + 1], value)]
+        input = torch.cat([part for part in parts if part is not None], dim)
+    return input
+
+
+def _filled(like: Tensor, dim: int, size: int, value: float | None) -> Tensor | None:
+    if isinstance(size, int) and size == 0:
+        return None
+    shape = [size if d == dim else n for d, n in enumerate(like.shape)]
+    return like.new_full(shape, 0 if value is None else value)

@@ -1,0 +1,302 @@
+"""The command line: `autopar plan | explain | diff | verify | build | run`.
+
+    autopar plan train.py:step --cluster 8xh100 --pin "tp=4" -o plan.json
+    autopar explain plan.json model.layers.0
+
+Invariants:
+- exit status 0 done, 2 a mistake of the user's, 3 infeasible, 1 a failed verification or a bug of ours;
+- with `--json`, stdout holds JSON alone; progress and messages go to stderr, progress only to a terminal;
+- a file is written whole or not at all;
+- `--help` imports neither torch nor rich.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from autopar import __version__
+from autopar.errors import Error, VerificationError
+
+if TYPE_CHECKING:
+    from autopar.capture import ForwardStep, TrainStep
+    from autopar.cluster import Cluster
+    from autopar.models import StepOptions
+    from autopar.pins import Pins
+    from autopar.plans import Plan
+    from autopar.program.program import Program
+    from autopar.show import Table
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_PIN_HELP = "Fix part of the plan: AXIS=N, zero=0..3, microbatches=N, recompute=none|full|GLOB, 'GLOB: AXIS=out'."
+_MODEL_HELP = "MODEL is file.py:factory, a function that returns a TrainStep, or a Hugging Face config.json."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits with its status."""
+    try:
+        status = autopar.main(args=arguments, prog_name="autopar", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = 2
+    except click.Abort:
+        status = _fail("stopped", 130)
+    except Error as error:
+        status = _fail(str(error), error.exit_status)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    except Exception as error:
+        status = _fail(f"a bug of ours: {type(error).__name__}: {error}\nAUTOPAR_DEBUG=1 shows where", 1)
+    sys.exit(status)
+
+
+def _fail(message: str, status: int) -> int:
+    if os.environ.get("AUTOPAR_DEBUG", "0") != "0":
+        traceback.print_exc()
+    click.echo(f"autopar: {message}", err=True)
+    return status
+
+
+# -- options that commands share ---------------------------------------------------------------------------------
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON alone on stdout.")
+
+
+def _step_options(command: Command) -> Command:
+    """MODEL, and what the command line says about the step, the cluster and the search."""
+    for option in reversed(
+        (
+            click.argument("model"),
+            click.option("--cluster", "-c", required=True, help="2xcpu, 8xh100, 16x8xh100, auto, or a cluster file."),
+            click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
+            click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
+            click.option("--microbatches", type=click.IntRange(1), help="Microbatches of one optimizer step."),
+            click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
+            click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
+            click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(help="Compiles a single-device training step into a program that many devices run together.")
+@click.version_option(__version__, message="autopar %(version)s")
+def autopar() -> None:
+    """The group that holds the commands."""
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+@autopar.command(help=f"Search for the best plan.\n\n{_MODEL_HELP}")
+@_step_options
+@click.option("--output", "-o", type=click.Path(dir_okay=False), help="Write the plan to this file.")
+@_json
+def plan(output: str | None, as_json: bool, **options: Any) -> None:
+    """MODEL → plan."""
+    from autopar import show
+
+    request = _request(**options)
+    found = _plan(request, _load(request))
+    if output:
+        found.save(output)
+    if as_json:
+        _print_json(found.json_report())
+    else:
+        show.print_tables(show.summary(found))
+
+
+@autopar.command(help="Show a plan, or the choices, layouts and costs of a MODULE or NODE in it.")
+@click.argument("plan_file", metavar="PLAN")
+@click.argument("target", metavar="[MODULE or NODE]", required=False)
+@_json
+def explain(plan_file: str, target: str | None, as_json: bool) -> None:
+    """A plan file → text."""
+    from autopar import show
+    from autopar.plans import Plan
+
+    read = Plan.load(plan_file)
+    if as_json and target is None:
+        _print_json(read.json_report())
+    else:
+        _print_tables(show.explain(read, target) if target else show.summary(read), as_json)
+
+
+@autopar.command(help="Show in what two plans differ: mesh, choices, estimate.")
+@click.argument("before", metavar="A.json")
+@click.argument("after", metavar="B.json")
+@_json
+def diff(before: str, after: str, as_json: bool) -> None:
+    """Two plan files → their differences."""
+    from autopar import show
+    from autopar.plans import Plan
+
+    tables = show.difference(Plan.load(before), Plan.load(after))
+    if not as_json and not any(table.rows for table in tables):
+        click.echo("the plans are equal")
+    _print_tables(tables, as_json)
+
+
+@autopar.command(help=f"Prove a program equal to the single-device step, on a virtual mesh.\n\n{_MODEL_HELP}")
+@_step_options
+@click.option("--plan", "plan_file", metavar="PLAN", help="Verify this plan instead of searching for one.")
+@_json
+def verify(as_json: bool, **options: Any) -> None:
+    """MODEL (and a plan) → report; exit status 1 when it isn't equal."""
+    program = _program(_request(**options))
+    with _progress("verifying"):
+        report = program.verify()
+    _print_json(report.to_dict()) if as_json else click.echo(str(report))
+    if not report.ok:
+        raise VerificationError("the program differs from the single-device step; the report above names where")
+
+
+@autopar.command(help=f"Compile to a directory of readable Python.\n\n{_MODEL_HELP}")
+@_step_options
+@click.option("--plan", "plan_file", metavar="PLAN", help="Compile this plan instead of searching for one.")
+@click.option("--output", "-o", required=True, type=click.Path(file_okay=False), help="The directory to make.")
+@_json
+def build(output: str, as_json: bool, **options: Any) -> None:
+    """MODEL (and a plan) → directory."""
+    from autopar.running import origin_of, require_new
+
+    directory = Path(output)
+    require_new(directory)
+    request = _request(**options)
+    _program(request).save(directory)
+    origin_of(request.model, request.step, directory).write(directory)
+    files = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+    if as_json:
+        _print_json({"directory": output, "files": files})
+    else:
+        click.echo(f"{output}: {', '.join(files)}")
+        click.echo(f"next: autopar run {output} --steps 10")
+
+
+@autopar.command(help="Run a built program: starts its ranks here, or is one of them under torchrun.")
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Optimizer steps.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights, batches and dropout.")
+@_json
+def run(directory: str, steps: int, seed: int, as_json: bool) -> int:
+    """A built directory → losses."""
+    from autopar import running
+
+    if not running.is_rank():
+        arguments = ["--steps", str(steps), "--seed", str(seed), *(["--json"] if as_json else [])]
+        return running.start_ranks(directory, arguments)
+    told, *metrics = _followed(running.run_rank(directory, steps, seed), quiet=as_json)
+    if as_json and running.is_first_rank():
+        _print_json({**told, "steps": metrics})
+    return 0
+
+
+def _followed(lines: Iterator[dict[str, Any]], quiet: bool) -> list[dict[str, Any]]:
+    """All of `lines`; rank 0 prints each as it comes, unless `quiet`."""
+    from autopar import running
+
+    seen = []
+    for index, line in enumerate(lines):
+        seen.append(line)
+        if not quiet and running.is_first_rank():
+            words = [
+                f"{name} {value:.6f}" if isinstance(value, float) else f"{name}: {value}"
+                for name, value in line.items()
+            ]
+            click.echo(f"step {index - 1:4}  {'  '.join(words)}" if index else "  ".join(words))
+    return seen
+
+
+# -- the steps between them --------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of plan, verify and build, read and checked before the model is loaded."""
+
+    model: str
+    step: StepOptions
+    cluster: Cluster
+    pins: Pins
+    memory: int | None
+    plan: Plan | None = None
+
+
+def _request(
+    model: str,
+    cluster: str,
+    batch: int | None,
+    seq: int | None,
+    microbatches: int | None,
+    precision: str | None,
+    pins: tuple[str, ...],
+    memory: str | None,
+    plan_file: str | None = None,
+) -> Request:
+    from autopar.cluster import parse_cluster
+    from autopar.models import StepOptions
+    from autopar.pins import parse_pins
+    from autopar.plans import Plan
+    from autopar.units import parse_bytes
+
+    return Request(
+        model,
+        StepOptions(batch, seq, microbatches, precision),
+        parse_cluster(cluster),
+        parse_pins(pins),
+        None if memory is None else parse_bytes(memory),
+        Plan.load(plan_file) if plan_file else None,
+    )
+
+
+def _load(request: Request) -> TrainStep | ForwardStep:
+    from autopar.models import load_step
+
+    with _progress("loading the model"):
+        return load_step(request.model, request.step)
+
+
+def _plan(request: Request, step: TrainStep | ForwardStep) -> Plan:
+    from autopar import planning
+
+    with _progress("searching for a plan"):
+        return planning.plan(step, request.cluster, pin=request.pins, memory=request.memory)
+
+
+def _program(request: Request) -> Program:
+    from autopar import compiling
+
+    step = _load(request)
+    plan = request.plan or _plan(request, step)
+    with _progress("compiling"):
+        return compiling.compile(step, plan)
+
+
+# -- output ------------------------------------------------------------------------------------------------------
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def _print_tables(tables: Sequence[Table], as_json: bool) -> None:
+    from autopar import show
+
+    _print_json(show.json_tables(tables)) if as_json else show.print_tables(tables)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """A spinner with `what` on a terminal; silence in a pipe."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} …"):
+        yield

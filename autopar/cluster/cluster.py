@@ -1,0 +1,134 @@
+"""What the program will run on, as data: a device kind, and levels of links between the devices.
+
+    Cluster("2x8xh100", h100, (Level("network", 2, 50e9, 4e-6), Level("nvlink", 8, 450e9, 1.9e-6)))
+
+Invariants:
+- levels stand outermost first; the number of devices is the product of their sizes;
+- devices are numbered row-major over the levels, like the ranks of a mesh over its axes;
+- a bandwidth is in bytes/s, in one direction, as on the data sheet; `efficiency` is the part of it that is reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.boundary import parse_json
+from autopar.errors import PlanError
+
+FORBID_UNKNOWN_FIELDS: Any = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device kind. Rates are peaks; the `*_efficiency` fields say which part of a peak large ops reach."""
+
+    kind: str
+    memory_bytes: int
+    flops_per_s: dict[str, float] = field(hash=False)
+    """Dense peak by dtype name as torch spells it (`float32`, `bfloat16`, …); `float32` is always there."""
+    bytes_per_s: float
+    """Memory bandwidth."""
+    launch_s: float
+    """Fixed time of one op beside its work: dispatch, launch, ramp."""
+    matmul_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
+    """Where each figure comes from, by field name."""
+
+    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+
+    def __post_init__(self) -> None:
+        where = f"device {self.kind!r}"
+        _require_positive(where, "memory_bytes", self.memory_bytes)
+        _require_positive(where, "bytes_per_s", self.bytes_per_s)
+        _require_fraction(where, "matmul_efficiency", self.matmul_efficiency)
+        _require_fraction(where, "memory_efficiency", self.memory_efficiency)
+        _require(self.launch_s >= 0, where, "launch_s", self.launch_s, "at least 0")
+        _require("float32" in self.flops_per_s, where, "flops_per_s", sorted(self.flops_per_s), "a rate for float32")
+        for dtype, rate in self.flops_per_s.items():
+            _require_positive(where, f"flops_per_s.{dtype}", rate)
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Peak of `dtype` (`"bfloat16"` or `"torch.bfloat16"`); a dtype without a figure runs at float32's rate."""
+        return self.flops_per_s.get(dtype.removeprefix("torch."), self.flops_per_s["float32"])
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of links: `size` units (devices, or groups of the next level) joined by links of one speed."""
+
+    name: str
+    size: int
+    bytes_per_s: float
+    """Per device where each device has a port of its own, per unit of this level where `shared`; one direction."""
+    latency_s: float
+    """Of one hop: the alpha of the alpha-beta model."""
+    base_s: float = 0.0
+    """Fixed time of one collective call, whatever the number of hops."""
+    efficiency: float = 1.0
+    shared: bool = False
+    """Whether `bytes_per_s` is that of one unit (a node's only NIC), which the devices inside it share."""
+    source: str = ""
+
+    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+
+    def __post_init__(self) -> None:
+        where = f"level {self.name!r}"
+        _require(self.size >= 1, where, "size", self.size, "at least 1")
+        _require_positive(where, "bytes_per_s", self.bytes_per_s)
+        _require(self.latency_s >= 0, where, "latency_s", self.latency_s, "at least 0")
+        _require(self.base_s >= 0, where, "base_s", self.base_s, "at least 0")
+        _require_fraction(where, "efficiency", self.efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal devices joined by levels of links, outermost first."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+
+    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+
+    def __post_init__(self) -> None:
+        names = [level.name for level in self.levels]
+        _require(bool(names), f"cluster {self.name!r}", "levels", "none", "at least one level")
+        _require(len(set(names)) == len(names), f"cluster {self.name!r}", "levels", names, "distinct names")
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def levels_text(self) -> str:
+        """`"network=2 nvlink=8"`: the levels as they stand in messages."""
+        return " ".join(f"{level.name}={level.size}" for level in self.levels)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str, what: str = "cluster") -> Cluster:
+        """The inverse of `to_json`; raises `PlanError` naming the field that is wrong."""
+        return parse_json(cls, text, what)
+
+
+def _require(holds: bool, where: str, name: str, got: object, expected: str) -> None:
+    if not holds:
+        raise PlanError(f"{where}: {name} is {got}; expected {expected}")
+
+
+def _require_positive(where: str, name: str, value: float) -> None:
+    _require(0 < value < math.inf, where, name, value, "a positive number")
+
+
+def _require_fraction(where: str, name: str, value: float) -> None:
+    _require(0 < value <= 1, where, name, value, "a number above 0 and at most 1")

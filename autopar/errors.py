@@ -1,0 +1,31 @@
+"""What can go wrong, as types: each message names the object, what was got, what was expected and the next step."""
+
+
+class Error(Exception):
+    """A mistake that the user can mend; the command line prints its message and exits with `exit_status`."""
+
+    exit_status = 2
+
+
+class CaptureError(Error):
+    """The model can't be captured as a graph (data-dependent control flow, no loss, …)."""
+
+
+class RuleError(Error):
+    """A sharding rule is malformed or was refuted by execution."""
+
+
+class PlanError(Error):
+    """A plan, a pin or a cluster doesn't fit what it is used with."""
+
+
+class InfeasibleError(Error):
+    """No plan fits the memory of the cluster's devices; the message says what would."""
+
+    exit_status = 3
+
+
+class VerificationError(Error):
+    """The program's numbers differ from the single-device step."""
+
+    exit_status = 1

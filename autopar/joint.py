@@ -1,0 +1,284 @@
+"""The step graph: a whole optimizer step as one FX graph, from the captured gradient and update graphs.
+
+    placeholders: param, buffer, batch, state, scalar
+    prologue   relay(param)                         once a step
+    forward    relay(relay(param)), …, loss         each microbatch
+    backward   …, accumulate(gradient)              each microbatch
+    update     relay(accumulated), the optimizer    once a step
+    output: loss, new buffers, new parameters, new optimizer state
+
+Metadata of every node: `key` (unique, stable), `path`, `phase`, `level` ("step" or "microbatch"), `stage`, `val`,
+`source`; placeholders also `role`, gradients (accumulated where there are several microbatches) `gradient_of`. The
+output node has `roles`, one per returned value.
+
+Invariants:
+- a parameter reaches the forward (backward) of a stage through one relay per step and one per microbatch;
+- a value with several consumers in one phase of one stage reaches them through one relay;
+- what depends on no parameter is computed anew by each stage that needs it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.capture.graphs import Captured, Role
+from autopar.layers import Cut, units_of
+from autopar.markers import accumulate, relay
+from autopar.rules.nodes import op_name
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The step graph with the pairs of (input, output) that must come back in one layout."""
+
+    graph: Graph
+    cut: Cut
+    state_pairs: tuple[tuple[Node, Node], ...]
+
+
+def join(captured: Captured, microbatches: int, cut: Cut | None = None) -> StepGraph:
+    """Builds the step graph; without `cut` there is one stage."""
+    builder = _Joiner(captured, microbatches, cut or Cut.single(units_of(captured.gradient.graph)[0]))
+    return builder.build()
+
+
+@dataclass(slots=True)
+class _Joiner:
+    captured: Captured
+    microbatches: int
+    cut: Cut
+    graph: Graph = field(default_factory=Graph)
+    env: dict[tuple[Node, int], Node] = field(default_factory=dict)
+    inputs: dict[Role, Node] = field(default_factory=dict)
+    relays: dict[tuple[Node, str, int], Node] = field(default_factory=dict)
+    stage: dict[Node, int] = field(default_factory=dict)
+    free: set[Node] = field(default_factory=set)
+    last_input: Node | None = None
+
+    def build(self) -> StepGraph:
+        self._add_inputs()
+        self._place()
+        for node in self.captured.gradient.graph.nodes:
+            if node.op == "call_function" and node not in self.free:
+                self._copy(node, self.stage[node], node.meta["phase"])
+        outputs, gradients = self._outputs()
+        updated = self._update(gradients)
+        pairs = tuple((self.inputs[role], value) for role, value in updated)
+        outputs += updated
+        final = self.graph.output(tuple(value for _, value in outputs))
+        final.meta["roles"] = tuple(role for role, _ in outputs)
+        self._share_through_relays()
+        _write_keys(self.graph)
+        return StepGraph(self.graph, self.cut, pairs)
+
+    # -- inputs ------------------------------------------------------------------------------------------------
+    def _add_inputs(self) -> None:
+        for node in self.captured.gradient.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node.meta["role"], node)
+        for name, index in self.captured.update_of.items():
+            for node in self.captured.updates[index].graph.graph.nodes:
+                role = node.meta.get("role") if node.op == "placeholder" else None
+                if role is not None and role.kind == "state":
+                    self._input(Role("state", f"{name}.{role.name}"), node)
+                elif role is not None and role.kind == "scalar" and role not in self.inputs:
+                    self._input(role, node)
+
+    def _input(self, role: Role, like: Node) -> None:
+        name = f"{role.kind}_{role.name}".replace(".", "_")
+        node = self.graph.placeholder(name)
+        level = "microbatch" if role.kind == "batch" else "step"
+        node.meta.update(val=like.meta["val"], role=role, path=role.name, source="", phase="prologue", level=level)
+        node.meta["stage"] = 0
+        self.inputs[role] = self.last_input = node
+
+    # -- stages ------------------------------------------------------------------------------------------------
+    def _place(self) -> None:
+        """Stages: forward nodes by unit, never before their inputs; backward nodes by unit, never after theirs."""
+        graph = self.captured.gradient.graph
+        _, unit = units_of(graph)
+        paths = _unit_paths(self.cut)
+        needs_parameter: set[Node] = set()
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.meta["role"].kind == "param":
+                needs_parameter.add(node)
+            elif node.op == "call_function":
+                sources = [n for n in node.all_input_nodes if n in needs_parameter]
+                if sources or node.meta["phase"] == "backward":
+                    needs_parameter.add(node)
+                    self.stage[node] = self._stage_of(node, unit, paths)
+                elif self.cut.num_stages > 1:
+                    self.free.add(node)
+                else:
+                    self.stage[node] = 0
+
+    def _stage_of(self, node: Node, unit: dict[Node, int], paths: dict[str, int]) -> int:
+        if self.cut.num_stages == 1:
+            return 0
+        if node.target is operator.getitem:
+            return self.stage[node.args[0]]  # type: ignore[index]
+        placed = [n for n in node.all_input_nodes if n in self.stage]
+        if node.meta["phase"] == "forward":
+            return max([self.cut.stages[unit[node]], *(self.stage[n] for n in placed)])
+        gradients = [self.stage[n] for n in placed if n.meta["phase"] == "backward"]
+        limit = min(gradients, default=self.cut.num_stages - 1)
+        own = _stage_by_path(node.meta.get("path", ""), paths)
+        if own is None:
+            own = max((self.stage[n] for n in placed if n.meta["phase"] == "forward"), default=limit)
+        return min(limit, own)
+
+    # -- copying -----------------------------------------------------------------------------------------------
+    def _copy(self, node: Node, stage: int, phase: str) -> Node:
+        new = self.graph.node_copy(node, lambda n: self._resolve(n, stage, phase))
+        new.meta = {**node.meta, "stage": stage, "phase": phase, "level": "microbatch"}
+        self.env[node, stage] = new
+        return new
+
+    def _resolve(self, node: Node, stage: int, phase: str) -> Node:
+        """What stands for `node` in a consumer of this stage and phase."""
+        if node.op == "placeholder":
+            value = self.inputs[node.meta["role"]]
+            return self._parameter(value, stage, phase) if node.meta["role"].kind == "param" else value
+        if node in self.free:
+            return self.env.get((node, stage)) or self._copy(node, stage, phase)
+        return self.env[node, self.stage[node]]
+
+    def _parameter(self, value: Node, stage: int, phase: str) -> Node:
+        owner = min([stage, *(s for p, _, s in self.relays if p is value)])
+        value.meta["stage"] = owner
+        step = self.relays.get((value, "prologue", stage))
+        if step is None:
+            with self.graph.inserting_after(self.last_input):
+                step = self._relay(value, "prologue", stage, "step")
+            self.relays[value, "prologue", stage] = step
+        if (value, phase, stage) not in self.relays:
+            self.relays[value, phase, stage] = self._relay(step, phase, stage, "microbatch")
+        return self.relays[value, phase, stage]
+
+    def _relay(self, value: Node, phase: str, stage: int, level: str) -> Node:
+        return self._call(relay, (value,), value, phase, stage, level)
+
+    def _call(self, target: Any, args: tuple[Node, ...], like: Node, phase: str, stage: int, level: str) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta.update(val=like.meta["val"], path=like.meta["path"], source=like.meta.get("source", ""))
+        node.meta.update(phase=phase, level=level, stage=stage)
+        return node
+
+    # -- outputs and update ------------------------------------------------------------------------------------
+    def _outputs(self) -> tuple[list[tuple[Role, Node]], dict[str, Node]]:
+        outputs: list[tuple[Role, Node]] = []
+        gradients: dict[str, Node] = {}
+        (returned,) = next(n for n in self.captured.gradient.graph.nodes if n.op == "output").args
+        for role, node in zip(self.captured.gradient_outputs, returned, strict=True):  # type: ignore[arg-type]
+            if role.kind == "grad":
+                gradients[role.name] = self._gradient(role.name, node)  # type: ignore[arg-type]
+            else:
+                stage = self.stage.get(node, 0)  # type: ignore[arg-type]
+                outputs.append((role, self._resolve(node, stage, "forward")))  # type: ignore[arg-type]
+        return outputs, gradients
+
+    def _gradient(self, name: str, node: Node) -> Node:
+        """The step's gradient: accumulated where it is made, and summed over stages once a step."""
+        parameter = self.inputs[Role("param", name)]
+        owner = parameter.meta["stage"]
+        parts = [self._accumulated(n, parameter) for n in self._summands(node)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._call(torch.ops.aten.add.Tensor, (total, part), parameter, "update", owner, "step")
+        return self._relay(total, "update", owner, "step")
+
+    def _accumulated(self, node: Node, parameter: Node) -> Node:
+        value = self.env[node, self.stage[node]]
+        if self.microbatches > 1:
+            value = self._call(accumulate, (value,), value, "backward", value.meta["stage"], "microbatch")
+            value.meta["path"] = parameter.meta["path"]
+        value.meta["gradient_of"] = parameter.meta["role"].name
+        return value
+
+    def _summands(self, node: Node) -> list[Node]:
+        """A gradient that several stages add to (tied weights) as one summand per stage."""
+        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs and len(node.users) == 1
+        inputs = node.all_input_nodes
+        if is_sum and len(inputs) == 2 and len({self.stage.get(n) for n in inputs}) > 1:
+            return [leaf for n in inputs for leaf in self._summands(n)]
+        return [node]
+
+    def _update(self, gradients: dict[str, Node]) -> list[tuple[Role, Node]]:
+        outputs: list[tuple[Role, Node]] = []
+        for name, index in self.captured.update_of.items():
+            template = self.captured.updates[index]
+            parameter = self.inputs[Role("param", name)]
+            env: dict[Node, Node] = {}
+            for node in template.graph.graph.nodes:
+                if node.op == "placeholder":
+                    env[node] = self._update_input(node.meta["role"], name, gradients)
+                elif node.op == "call_function":
+                    env[node] = self.graph.node_copy(node, lambda n, env=env: env[n])
+                    env[node].meta.update(path=name, phase="update", level="step", stage=parameter.meta["stage"])
+                elif node.op == "output":
+                    for role, value in zip(template.output_roles, node.args[0], strict=True):
+                        full = Role("param", name) if role.kind == "param" else Role("state", f"{name}.{role.name}")
+                        outputs.append((full, env[value]))
+        for role, _ in outputs:
+            self.inputs[role].meta["stage"] = self.inputs[Role("param", _parameter_name(role))].meta["stage"]
+        return outputs
+
+    def _update_input(self, role: Role, parameter: str, gradients: dict[str, Node]) -> Node:
+        if role.kind == "grad":
+            return gradients[parameter]
+        if role.kind == "scalar":
+            return self.inputs[role]
+        name = parameter if role.kind == "param" else f"{parameter}.{role.name}"
+        return self.inputs[Role(role.kind, name)]
+
+    # -- relays ------------------------------------------------------------------------------------------------
+    def _share_through_relays(self) -> None:
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        for node in list(self.graph.nodes):
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.numel() < 2 or node.target is relay:
+                continue
+            groups: dict[tuple[str, str, int], list[Node]] = {}
+            for user in sorted(node.users, key=order.__getitem__):
+                if user.op == "call_function" and not (user.target is relay and user.meta["phase"] == "prologue"):
+                    groups.setdefault(tuple(user.meta[k] for k in ("phase", "level", "stage")), []).append(user)
+            for (phase, level, stage), users in groups.items():
+                if len(users) > 1:
+                    with self.graph.inserting_before(users[0]):
+                        shared = self._relay(node, phase, stage, level)
+                    for user in users:
+                        user.replace_input_with(node, shared)
+
+
+def _parameter_name(role: Role) -> str:
+    return role.name if role.kind == "param" else role.name.rpartition(".")[0]
+
+
+def _unit_paths(cut: Cut) -> dict[str, int]:
+    return dict(zip(cut.units, cut.stages, strict=True))
+
+
+def _stage_by_path(path: str, paths: dict[str, int]) -> int | None:
+    """The stage of the longest unit that is a prefix of the module path."""
+    while path:
+        if path in paths:
+            return paths[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _write_keys(graph: Graph) -> None:
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["key"] = f"{node.meta['role'].kind}:{node.meta['role'].name}"
+        elif node.op == "call_function":
+            base = f"{node.meta.get('path', '')}/{op_name(node)}/{node.meta['phase']}"
+            node.meta["key"] = f"{base}#{counts[base]}"
+            counts[base] += 1

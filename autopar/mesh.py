@@ -1,0 +1,81 @@
+"""A mesh: named axes over ranks, outermost first.
+
+    Mesh.parse("pp=2 dp=2 tp=4")        # 16 ranks; rank = (pp * 2 + dp) * 4 + tp
+
+Invariants:
+- ranks are numbered row-major over the axes, the last axis varying fastest;
+- `pp` numbers pipeline stages and splits no tensor; every other axis is an SPMD axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+
+PIPELINE_AXIS = "pp"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axis names with their sizes, outermost first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """`"dp=2 tp=4"` as a mesh; raises `PlanError` when malformed."""
+        try:
+            pairs = tuple((name, int(size)) for name, size in (part.split("=") for part in text.split()))
+        except ValueError:
+            raise PlanError(f"mesh {text!r}: expected AXIS=SIZE pairs such as 'dp=2 tp=4'") from None
+        return cls(pairs)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def num_stages(self) -> int:
+        return self.size(PIPELINE_AXIS)
+
+    @property
+    def spmd(self) -> Mesh:
+        """The mesh of one pipeline stage."""
+        return Mesh(tuple(pair for pair in self.axes if pair[0] != PIPELINE_AXIS))
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis` (1 when the mesh has no such axis)."""
+        return dict(self.axes).get(axis, 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's position along each axis."""
+        position: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, position[name] = divmod(rank, size)
+        return {name: position[name] for name in self.names}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The rank at `coordinates` (missing axes count as 0)."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates.get(name, 0)
+        return rank
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The rank lists along `axis`, each in the order of its coordinate, sorted by first rank."""
+        others = [(name, size) for name, size in self.axes if name != axis]
+        groups = []
+        for position in itertools.product(*(range(size) for _, size in others)):
+            fixed = dict(zip((name for name, _ in others), position, strict=True))
+            groups.append([self.rank({**fixed, axis: i}) for i in range(self.size(axis))])
+        return sorted(groups)

@@ -1,0 +1,256 @@
+"""How much memory a rank needs: liveness over storages, in the order in which the program runs.
+
+    profile = stage_peak(pipeline, 0)
+    profile.peak, profile.activations, profile.where       # 96796672, 41943040, "backward 1: linear_dx_3"
+
+The step is walked as the executor runs it (`plan_steps`): slots hold storages, a part's function allocates and frees as
+its source does, transfers hold what they carry until it is known to have arrived. It is the figure that is reported;
+at 512 wide it agrees with what is measured to the percent.
+
+Invariants:
+- the five classes of a `MemoryProfile` sum to its peak, at the one moment of the peak;
+- a storage counts once, however many views, slots or parts share it, with the class of what made it;
+- what kernels allocate within one call isn't counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from autopar.mesh import Mesh
+from autopar.program.accumulation import optional_slots
+from autopar.program.allocations import (
+    CLASSES,
+    Event,
+    Events,
+    Sum,
+    class_of,
+    local_bytes,
+    part_events,
+    placeholders,
+    slot_bytes,
+)
+from autopar.program.parts import Part, Pipeline, Slot, StageProgram
+from autopar.program.steps import ACROSS_STEPS, Call, Message, StepPlan, plan_steps, without_zeros
+from autopar.program.storages import Origin
+
+PERSISTENT_KINDS = ("param", "buffer", "state", "scalar", "gathered")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes at the moment of the peak, by class."""
+
+    parameters: int = 0
+    """At rest, gathered or cast."""
+    gradients: int = 0
+    optimizer: int = 0
+    """State, and what the update makes on the way."""
+    activations: int = 0
+    buffers: int = 0
+    """Of collectives and transfers in flight."""
+    where: str = ""
+    """The call and the node at which the peak is reached."""
+
+    @property
+    def peak(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def part_peak(part: Part, mesh: Mesh, first: bool = False) -> MemoryProfile:
+    """The peak while `part` runs alone: its inputs, of which the caller keeps those that outlive it, and all it makes.
+
+    With `first`, optional accumulators are `None`.
+    """
+    memory = _Memory()
+    absent = set(optional_slots(part)) if first else set()
+    inputs: list[_Block | None] = []
+    for node, slot in zip(placeholders(part), part.inputs, strict=True):
+        kept = slot.kind in PERSISTENT_KINDS
+        block = None if slot in absent else memory.new(local_bytes(node, mesh), class_of(slot))
+        if block is not None and not kept:
+            memory.drop_after_call(block)
+        inputs.append(block)
+    memory.run(part_events(part, mesh), inputs, part.name)
+    return memory.profile
+
+
+def stage_peak(pipeline: Pipeline, stage: int, optional: Mapping[str, Collection[Slot]] | None = None) -> MemoryProfile:
+    """The peak of a whole step on a rank of `stage`, in the order of the pipeline's schedule.
+
+    `optional`: per part, the accumulators that may be `None` (by default those of the generated source).
+    """
+    program = pipeline.stages[stage]
+    if optional is None:
+        optional = {name: optional_slots(part) for name, part in program.parts.items()}
+    plan = without_zeros(plan_steps(pipeline)[stage], optional)
+    return _StageWalk(pipeline, program, plan).profile()
+
+
+# -- the heap --------------------------------------------------------------------------------------------------------
+@dataclass(eq=False, slots=True)
+class _Block:
+    """One storage; free once nobody holds it."""
+
+    size: int
+    kind: str
+    holders: int = 0
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is allocated at the moment, and the profile of the greatest moment so far."""
+
+    live: Counter[str] = field(default_factory=Counter)
+    profile: MemoryProfile = field(default_factory=MemoryProfile)
+    dropped: list[_Block] = field(default_factory=list)
+
+    def new(self, size: int, kind: str) -> _Block:
+        """A block with one holder."""
+        self.live[kind] += size
+        return _Block(size, kind, 1)
+
+    def hold(self, block: _Block | None) -> None:
+        if block is not None:
+            block.holders += 1
+
+    def drop(self, block: _Block | None) -> None:
+        if block is None:
+            return
+        block.holders -= 1
+        assert block.holders >= 0, block
+        if block.holders == 0:
+            self.live[block.kind] -= block.size
+
+    def drop_after_call(self, block: _Block) -> None:
+        """The caller gives its hold away with the next call."""
+        self.dropped.append(block)
+
+    def change_class(self, block: _Block, kind: str) -> None:
+        self.live[block.kind] -= block.size
+        self.live[kind] += block.size
+        block.kind = kind
+
+    def record(self, where: str, transient: int = 0) -> None:
+        if self.live.total() + transient > self.profile.peak:
+            now = {kind: self.live[kind] for kind in CLASSES}
+            now["buffers"] += transient
+            self.profile = MemoryProfile(**now, where=where)
+
+    def run(self, part: Events, inputs: list[_Block | None], where: str) -> list[_Block | None]:
+        """Walks one call; the returned blocks of the outputs are held once more, for the caller."""
+        blocks: dict[Origin, _Block | None] = dict(zip(part.inputs, inputs, strict=True))
+        for block in inputs:
+            self.hold(block)
+        for block in self.dropped:
+            self.drop(block)
+        self.dropped.clear()
+        for origin in part.unread:
+            self.drop(blocks.pop(origin))
+        self.record(where)
+        for event in part.events:
+            self._step(event, blocks, where)
+        outputs = [blocks.get(origin) if origin is not None else None for origin in part.outputs]
+        for block in outputs:
+            self.hold(block)
+        for block in blocks.values():
+            self.drop(block)
+        return outputs
+
+    def _step(self, event: Event, blocks: dict[Origin, _Block | None], where: str) -> None:
+        if event.sums is not None and blocks.get(event.sums.accumulator) is None:
+            self._keep_gradient(event.sums, blocks)
+        else:
+            for origin, size, kind in event.makes:
+                blocks[origin] = self.new(size, kind)
+        self.record(f"{where}: {event.name}", event.transient)
+        for origin in event.frees:
+            if origin in blocks:
+                self.drop(blocks.pop(origin))
+
+    def _keep_gradient(self, sums: Sum, blocks: dict[Origin, _Block | None]) -> None:
+        """The accumulator is `None`: the gradient itself, or a copy of it, becomes the sum."""
+        block = blocks[sums.gradient] if sums.keeps_gradient else self.new(sums.size, "gradients")
+        if sums.keeps_gradient:
+            self.hold(block)
+        blocks[sums.total] = block
+
+
+# -- a whole step ------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _StageWalk:
+    """The executor's store, with blocks in place of tensors."""
+
+    pipeline: Pipeline
+    program: StageProgram
+    plan: StepPlan
+    memory: _Memory = field(default_factory=_Memory)
+    store: dict[int, _Block] = field(default_factory=dict)
+    sending: dict[Message, _Block] = field(default_factory=dict)
+
+    def profile(self) -> MemoryProfile:
+        mesh = self.pipeline.mesh.spmd
+        events = {name: part_events(part, mesh) for name, part in self.program.parts.items()}
+        self._begin(mesh)
+        calls = self.plan.calls
+        self._post(calls[0], mesh)
+        for index, call in enumerate(calls):
+            self._receive(call)
+            if index + 1 < len(calls):
+                self._post(calls[index + 1], mesh)
+            if call.part in events:
+                self._call(call, events[call.part])
+            for message, cell in call.sends:
+                self.sending[message] = self.store[cell]
+                self.memory.hold(self.store[cell])
+            if call.sends:
+                self._free(call)
+        return self.memory.profile
+
+    def _begin(self, mesh: Mesh) -> None:
+        """What the step starts with: everything across steps, the batch, scalars, accumulators that are kept."""
+        slots = self.plan.slots
+        for cell, slot in slots.items():
+            if slot.kind in ACROSS_STEPS or slot.kind in ("batch", "scalar") or cell in self.plan.zeroed:
+                self.store[cell] = self.memory.new(slot_bytes(self.program.values[slot], mesh), class_of(slot))
+        elsewhere = {slot for slot in self.program.values if slot.kind in ACROSS_STEPS} - set(slots.values())
+        for slot in elsewhere:
+            self.memory.new(slot_bytes(self.program.values[slot], mesh), class_of(slot))
+        for part in self.program.parts.values():
+            for node in part.graph.graph.nodes:
+                if node.op == "get_attr":
+                    self.memory.new(local_bytes(node, mesh), "parameters")
+
+    def _post(self, call: Call, mesh: Mesh) -> None:
+        slots = self.plan.slots
+        for _, cell in call.posts:
+            self.store[cell] = self.memory.new(slot_bytes(self.program.values[slots[cell]], mesh), "buffers")
+
+    def _receive(self, call: Call) -> None:
+        slots = self.plan.slots
+        for _, cell in call.receives:
+            self.memory.change_class(self.store[cell], class_of(slots[cell]))
+        for message in call.settled:
+            self.memory.drop(self.sending.pop(message))
+
+    def _call(self, call: Call, events: Events) -> None:
+        inputs = [self.store.get(cell) for cell in call.inputs]
+        if not call.sends:
+            for cell in call.frees:
+                if cell in self.store:
+                    self.memory.drop_after_call(self.store.pop(cell))
+        outputs = self.memory.run(events, inputs, str(call))
+        for cell, block in zip(call.outputs, outputs, strict=True):
+            if cell < 0 or block is None:
+                self.memory.drop(block)
+                continue
+            if cell in self.store:
+                self.memory.drop(self.store[cell])
+            self.store[cell] = block
+
+    def _free(self, call: Call) -> None:
+        for cell in call.frees:
+            if cell in self.store:
+                self.memory.drop(self.store.pop(cell))

@@ -1,0 +1,68 @@
+"""Every floating dtype and cast of a graph promoted to float64: what `verify` compares in.
+
+Invariant: but for its dtypes the graph is the same; integer and bool values stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
+
+from autopar.program.parts import Pipeline, StageProgram, Value
+
+
+def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def promoted(value: Tensor) -> Tensor:
+    """A copy in the promoted dtype."""
+    return value.detach().to(promoted_dtype(value.dtype), copy=True)
+
+
+def promote_graph(module: GraphModule) -> GraphModule:
+    """A copy of the graph whose dtype arguments are promoted."""
+    graph = Graph()
+    env: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = graph.graph_copy(module.graph, env)
+    graph.output(output)
+    for node in graph.nodes:
+        node.args, node.kwargs = pytree.tree_map(
+            lambda a: promoted_dtype(a) if isinstance(a, torch.dtype) else a,
+            (node.args, node.kwargs),
+            is_leaf=lambda a: isinstance(a, torch.fx.Node),
+        )
+    for source, copy in env.items():
+        copy.meta = source.meta
+    root = torch.nn.Module()
+    for name in {str(n.target) for n in graph.nodes if n.op == "get_attr"}:
+        setattr(root, name, promoted(getattr(module, name)))
+    return GraphModule(root, graph)
+
+
+def promote_pipeline(pipeline: Pipeline) -> Pipeline:
+    """The pipeline over promoted graphs and values."""
+    return replace(pipeline, stages=tuple(_promote_stage(stage) for stage in pipeline.stages))
+
+
+def _promote_stage(stage: StageProgram) -> StageProgram:
+    parts = {name: replace(part, graph=promote_graph(part.graph)) for name, part in stage.parts.items()}
+    values = {slot: Value(promoted_dtype(value.dtype), value.layout) for slot, value in stage.values.items()}
+    return replace(stage, parts=parts, values=values)
+
+
+@contextlib.contextmanager
+def default_float64() -> Iterator[None]:
+    """What ops without a dtype argument make is float64 inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,292 @@
+"""verify: the program proven equal to the single-device step, on a virtual mesh.
+
+Two halves (DESIGN, section 1): (a) the captured step against the eager model and optimizer, in native precision;
+(b) the program against the captured step, all ranks in lock-step, every floating dtype promoted to float64.
+Losses, gradients, buffers, parameters and optimizer state are compared after each of several steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.capture.graphs import Captured, Role, outputs, placeholders
+from autopar.capture.step import ForwardStep, TrainStep
+from autopar.program.parts import Pipeline, Slot
+from autopar.program.promote import default_float64, promote_graph, promote_pipeline, promoted
+from autopar.program.virtual import VirtualMesh
+
+EXACT = 1e-10
+"""Greatest relative difference in float64: the order of sums may differ, nothing else."""
+
+NATIVE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float64: 1e-9}
+"""Greatest relative difference between the captured and the eager step, in native precision, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One compared value: `relative` is max |a − b| over max |b|."""
+
+    half: str
+    step: int
+    name: str
+    relative: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.relative <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "DIFFERS"
+        return f"{self.half}, step {self.step}: {self.name} {verdict} ({self.relative:.2e}, at most {self.tolerance:.0e})"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Every comparison; `ok` when all are within their tolerance."""
+
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.ok for difference in self.differences)
+
+    @property
+    def first(self) -> Difference | None:
+        """The first value that differs, in the order in which the step makes them."""
+        return next((d for d in self.differences if not d.ok), None)
+
+    def worst(self, half: str) -> Difference | None:
+        return max((d for d in self.differences if d.half == half), key=lambda d: d.relative, default=None)
+
+    def to_dict(self) -> dict[str, object]:
+        worst = {half: found.relative for half in HALVES if (found := self.worst(half)) is not None}
+        return {"ok": self.ok, "compared": len(self.differences), "worst": worst, "first": str(self.first or "")}
+
+    def __str__(self) -> str:
+        lines = []
+        for half in HALVES:
+            found = self.worst(half)
+            if found is not None:
+                count = sum(1 for d in self.differences if d.half == half)
+                lines.append(f"{half}: {count} values, greatest relative difference {found.relative:.2e} ({found.name})")
+        lines.append("equal" if self.ok else f"NOT equal; first: {self.first}")
+        return "\n".join(lines)
+
+
+HALVES = ("captured = eager", "program = captured")
+
+
+# -- the captured step, run as it is -----------------------------------------------------------------------------
+@dataclass(slots=True)
+class Reference:
+    """Runs the captured graphs on one device; `values` are parameters, buffers and state by slot."""
+
+    captured: Captured
+    microbatches: int
+    values: dict[Slot, Tensor]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def step(self, microbatch: Callable[[int], Mapping[str, Tensor]], scalars: Mapping[str, float]) -> dict[str, Tensor]:
+        """One optimizer step; returns the outputs (loss: mean over microbatches)."""
+        self.gradients = {}
+        collected: dict[str, list[Tensor]] = {}
+        for index in range(self.microbatches):
+            for name, value in self._microbatch(microbatch(index)).items():
+                collected.setdefault(name, []).append(value)
+        self._update(scalars)
+        return {name: torch.stack(parts).mean(0) if parts[0].dim() == 0 else torch.cat(parts) for name, parts in collected.items()}
+
+    def _microbatch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        graph = self.captured.gradient
+        inputs = [batch[r.name] if r.kind == "batch" else self.values[Slot(r.kind, r.name)] for r in placeholders(graph)]
+        results: dict[str, Tensor] = {}
+        for role, value in zip(self.captured.gradient_outputs, torch.fx.Interpreter(graph).run(*inputs), strict=True):
+            if role.kind == "grad":
+                before = self.gradients.get(role.name)
+                self.gradients[role.name] = value if before is None else before + value
+            elif role.kind == "buffer":
+                self.values[Slot("buffer", role.name)] = value
+            else:
+                results[role.name or role.kind] = value
+        return results
+
+    def _update(self, scalars: Mapping[str, float]) -> None:
+        for name, index in self.captured.update_of.items():
+            template = self.captured.updates[index]
+            inputs = [self._update_input(role, name, scalars) for role in placeholders(template.graph)]
+            results = torch.fx.Interpreter(template.graph).run(*inputs)
+            for role, value in zip(template.output_roles, results, strict=True):
+                self.values[_slot(role, name)] = value
+
+    def _update_input(self, role: Role, name: str, scalars: Mapping[str, float]) -> Tensor:
+        if role.kind == "grad":
+            return self.gradients[name]
+        if role.kind == "scalar":
+            return torch.tensor(scalars[role.name], dtype=torch.float64)
+        return self.values[_slot(role, name)]
+
+
+def _slot(role: Role, parameter: str) -> Slot:
+    return Slot("param", parameter) if role.kind == "param" else Slot("state", f"{parameter}.{role.name}")
+
+
+def initial_values(step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
+    """Parameters and buffers from `weights` (by name), constants, and the optimizer's initial state."""
+    values = {Slot("param", name): weights[name] for name in step.parameter_names}
+    for role in placeholders(captured.gradient):
+        if role.kind == "buffer":
+            values[Slot("buffer", role.name)] = captured.constants.get(role.name, weights.get(role.name))  # type: ignore[arg-type]
+    for name, state in captured.initial_state.items():
+        for key, init in state.items():
+            values[Slot("state", f"{name}.{key}")] = init.build(weights[name])
+    return values
+
+
+# -- the two halves ----------------------------------------------------------------------------------------------
+def verify(step: ForwardStep, pipeline: Pipeline, weights: Mapping[str, Tensor], num_steps: int = 3) -> VerifyReport:
+    """Runs both halves on the step's own batch, from `weights`."""
+    captured = step.capture()
+    found = list(_captured_against_eager(step, captured, weights, num_steps))
+    found += _program_against_captured(step, captured, pipeline, weights, num_steps)
+    return VerifyReport(tuple(found))
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """max |a − b| / max |b|, where b is zero the plain difference; NaN on one side only is infinite."""
+    if a.shape != b.shape:
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.double(), b.double()
+    if not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    difference = (a - b).nan_to_num().abs().max().item()
+    scale = b.nan_to_num().abs().max().item()
+    return difference / scale if scale > 0 else difference
+
+
+def _captured_against_eager(
+    step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor], num_steps: int
+) -> Iterator[Difference]:
+    if not isinstance(step, TrainStep):
+        return
+    eager = EagerStep(step, weights)
+    reference = Reference(captured, step.microbatches, initial_values(step, captured, _copies(weights)))
+    for index in range(num_steps):
+        loss = eager.step()
+        got = reference.step(lambda i: step.microbatch(step.batch, i), captured.scalars)
+        pairs = [("loss", got["loss"], loss)]
+        pairs += [(f"grad:{n}", reference.gradients[n], g) for n, g in eager.gradients().items() if n in reference.gradients]
+        if index == 0:  # after the first update rounding errors of the native precision feed back
+            pairs += [(f"param:{n}", reference.values[Slot("param", n)], p) for n, p in eager.parameters().items()]
+        for name, a, b in pairs:
+            yield Difference(HALVES[0], index, name, relative_difference(a, b), NATIVE[b.dtype] * (1 + 10 * index))
+
+
+@dataclass(slots=True)
+class EagerStep:
+    """The user's own model and optimizer, run as they would be on one device."""
+
+    source: TrainStep
+    weights: Mapping[str, Tensor]
+    model: torch.nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = copy.deepcopy(self.source.model).to_empty(device="cpu")
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        with torch.no_grad():
+            for name, value in named.items():
+                value.copy_(self.weights[name])
+        self.optimizer = self.source.optimizer_factory(list(self.model.parameters()))
+
+    def step(self) -> Tensor:
+        """One optimizer step over the microbatches; returns the mean loss."""
+        self.optimizer.zero_grad()
+        losses = []
+        for index in range(self.source.microbatches):
+            loss = self.source.form.loss(self.model, self.source.microbatch(self.source.batch, index), self.source.loss)
+            (loss / self.source.microbatches).backward()
+            losses.append(loss.detach())
+        gradients = self.gradients()
+        self.optimizer.step()
+        self._gradients = gradients
+        return torch.stack(losses).mean()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in self.model.named_parameters()}
+
+
+def _program_against_captured(
+    step: ForwardStep, captured: Captured, pipeline: Pipeline, weights: Mapping[str, Tensor], num_steps: int
+) -> list[Difference]:
+    with default_float64():
+        double = {name: promoted(value) for name, value in weights.items()}
+        exact = promote_captured(captured)
+        reference = Reference(exact, step.microbatches, initial_values(step, exact, double))
+        virtual = VirtualMesh(promote_pipeline(pipeline))
+        present = {slot for stage in pipeline.stages for slot in stage.values}
+        virtual.load({slot: value for slot, value in reference.values.items() if slot in present})
+        found: list[Difference] = []
+        for index in range(num_steps):
+            batch = {name: promoted(value) for name, value in step.batch_tensors().items()}
+            got = virtual.step(batch, captured.scalars)
+            expected = reference.step(
+                lambda i: {name: promoted(value) for name, value in step.microbatch(step.batch, i).items()},
+                captured.scalars,
+            )
+            found += _compare(index, got, expected, virtual, reference, present)
+    return found
+
+
+def _compare(
+    index: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], virtual: VirtualMesh, reference: Reference,
+    present: set[Slot],
+) -> Iterator[Difference]:  # fmt: skip
+    for name, value in expected.items():
+        yield Difference(HALVES[1], index, name, relative_difference(got[name], value), EXACT)
+    for name, value in reference.gradients.items():
+        slot = Slot("accumulator", name)
+        holders = [stage.index for stage in virtual.pipeline.stages if slot in stage.values]
+        if len(holders) == 1:  # a tied parameter's gradient is a sum over stages: its new value is compared
+            yield Difference(HALVES[1], index, f"grad:{name}", relative_difference(virtual.gather(slot), value), EXACT)
+    for slot, value in reference.values.items():
+        if slot in present:
+            gathered = virtual.gather(slot, rtol=EXACT, atol=1e-12)
+            yield Difference(HALVES[1], index, str(slot), relative_difference(gathered, value), EXACT)
+
+
+def promote_captured(captured: Captured) -> Captured:
+    """The captured step with every floating dtype promoted to float64."""
+    from dataclasses import replace
+
+    from autopar.program.promote import promoted_dtype
+
+    states = {
+        name: {key: replace(init, dtype=promoted_dtype(init.dtype)) for key, init in state.items()}
+        for name, state in captured.initial_state.items()
+    }
+    return replace(
+        captured,
+        gradient=promote_graph(captured.gradient),
+        updates=tuple(replace(u, graph=promote_graph(u.graph)) for u in captured.updates),
+        initial_state=states,
+        constants={name: promoted(value) for name, value in captured.constants.items()},
+    )
+
+
+def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+__all__ = ["Reference", "VerifyReport", "initial_values", "outputs", "verify"]

@@ -1,0 +1,149 @@
+"""What the solver chooses at a node: for each mesh axis a factor of the node's rule, nothing, or partial.
+
+    "dp=b tp=o"      dp splits factor b, tp splits factor o
+    "tp=o dp=o"      both split o, tp major
+    "dp=b tp=+0"     over tp the op passes partial sums through its first set of linear operands
+
+All layouts of the node's operands and results follow from the rule and the choice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.rules.factors import LeafRule, OpFactor, Sizes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """`axis` splits factor number `factor`, or passes partial sums through linear set number `linear`."""
+
+    axis: str
+    factor: int = -1
+    linear: int = -1
+
+
+Choice = tuple[Split, ...]
+"""Splits in the order in which axes that share a factor lie on it, major first."""
+
+
+def splittable(rule: LeafRule, factor: int) -> bool:
+    """Whether an axis may split the factor (its size aside): not whole, and contiguous where values index it."""
+    f = rule.factors[factor]
+    needs_range = any(letter == f.letter for _, letter in rule.indexes) or _is_only_in_results(rule, factor)
+    return not f.is_whole and (f.is_major or not needs_range)
+
+
+def _is_only_in_results(rule: LeafRule, factor: int) -> bool:
+    return not any(factor in dim for dims in rule.operands for dim in dims)
+
+
+def enumerate_choices(rule: LeafRule, mesh: Mesh, allow_partial: bool = True) -> list[Choice]:
+    """Every valid choice of the rule on the SPMD axes of `mesh`, nothing split first."""
+    factors = [f for f in range(len(rule.factors)) if splittable(rule, f)]
+    sets = range(len(rule.linear)) if allow_partial else range(0)
+    options: list[list[Split | None]] = []
+    for axis, size in mesh.spmd.axes:
+        fits = [Split(axis, factor=f) for f in factors if rule.factors[f].size % size == 0]
+        options.append([None, *fits, *(Split(axis, linear=k) for k in sets)] if size > 1 else [None])
+    choices: list[Choice] = []
+    for picks in itertools.product(*options):
+        splits = tuple(s for s in picks if s is not None)
+        choices.extend(order for order in _orders(splits) if _divides(rule, order, mesh))
+    return choices
+
+
+def _orders(splits: Choice) -> list[Choice]:
+    """The orders that differ: only axes that share a factor have one."""
+    shared = [s.factor for s in splits if s.factor >= 0]
+    if len(set(shared)) == len(shared):
+        return [splits]
+    seen: dict[tuple[tuple[str, ...], ...], Choice] = {}
+    for order in itertools.permutations(splits):
+        key = tuple(tuple(s.axis for s in order if s.factor == f) for f in sorted(set(shared)))
+        seen.setdefault(key, order)
+    return list(seen.values())
+
+
+def _divides(rule: LeafRule, splits: Choice, mesh: Mesh) -> bool:
+    for factor in {s.factor for s in splits if s.factor >= 0}:
+        ways = math.prod(mesh.size(s.axis) for s in splits if s.factor == factor)
+        if rule.factors[factor].size % ways:
+            return False
+    return True
+
+
+def operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
+    """The layouts that the op needs its operands in."""
+    layouts = []
+    for i, dims in enumerate(rule.operands):
+        layout = Layout.whole(rule.factor_sizes(dims))
+        for split in choice:
+            if split.factor >= 0:
+                layout = _split(layout, dims, split)
+            elif i in rule.linear[split.linear]:
+                layout = layout.add_partial(split.axis)
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
+    """The layouts in which the op leaves its results."""
+    layouts = []
+    for dims, reduction in zip(rule.results, rule.reductions, strict=True):
+        layout = Layout.whole(rule.factor_sizes(dims))
+        for split in choice:
+            if split.factor < 0:
+                layout = layout.add_partial(split.axis)
+            elif any(split.factor in dim for dim in dims):
+                layout = _split(layout, dims, split)
+            else:
+                layout = layout.add_partial(split.axis, reduction)
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def _split(layout: Layout, dims: tuple[tuple[int, ...], ...], split: Split) -> Layout:
+    for d, dim in enumerate(dims):
+        for i, factor in enumerate(dim):
+            if factor == split.factor:
+                layout = layout.split(split.axis, (d, i))
+    return layout
+
+
+def choice_text(rule: LeafRule, choice: Choice) -> str:
+    """`"dp=b tp=o"`; `""` when nothing is split."""
+    return " ".join(f"{s.axis}={rule.factors[s.factor].name if s.factor >= 0 else f'+{s.linear}'}" for s in choice)
+
+
+def parse_choice(rule: LeafRule, text: str, where: str = "") -> Choice:
+    """The inverse of `choice_text`; raises `PlanError` naming the factors that the op has."""
+    names = {f.name: i for i, f in enumerate(rule.factors)}
+    splits = []
+    for word in text.split():
+        axis, _, what = word.partition("=")
+        if what.startswith("+") and what[1:].isdigit() and int(what[1:]) < len(rule.linear):
+            splits.append(Split(axis, linear=int(what[1:])))
+        elif what in names:
+            splits.append(Split(axis, factor=names[what]))
+        else:
+            raise PlanError(f"{where}: choice {word!r} names no factor of the op; it has {', '.join(names) or 'none'}")
+    return tuple(splits)
+
+
+def input_rule(factor_sizes: Sizes, atoms: Sizes) -> LeafRule:
+    """The rule of an input of the step: any factor may be split; factors are named `d0`, `d0.1`, …"""
+    factors: list[OpFactor] = []
+    dims = []
+    for d, sizes in enumerate(factor_sizes):
+        start = len(factors)
+        for i, size in enumerate(sizes):
+            name = f"d{d}" if len(sizes) == 1 else f"d{d}.{i}"
+            factors.append(OpFactor(name, size, name, False, True, atoms[d][i]))
+        dims.append(tuple(range(start, len(factors))))
+    return LeafRule(tuple(factors), (), (tuple(dims),), (), ("sum",), ())

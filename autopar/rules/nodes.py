@@ -1,0 +1,64 @@
+"""What rules ask of an FX node: its op's name, its tensor operands and results, their shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from autopar.rules.notation import Linear, Shape
+
+_POINTWISE_LINEAR: dict[str, Linear] = {
+    "aten.add.Tensor": ((0, 1),),
+    "aten.sub.Tensor": ((0, 1),),
+    "aten.mul.Tensor": ((0,), (1,)),
+    "aten.mul.Scalar": ((0,),),
+    "aten.div.Tensor": ((0,),),
+    "aten.div.Scalar": ((0,),),
+    "aten.neg": ((0,),),
+    "aten.where.self": ((1, 2),),
+}
+"""Pointwise ops through which partial sums pass, and in which operands; all others take whole values."""
+
+
+
+def op_name(node: Node) -> str:
+    """`aten.mm`: the op without its overload; a plain function's own name."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._schema.name.split('::')[1]}"
+    return getattr(target, "__name__", str(target))
+
+
+def tensor_operands(node: Node) -> list[Node]:
+    """The node's tensor arguments in order, those inside lists included."""
+    flat = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda a: isinstance(a, Node))
+    return [a for a in flat if isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+
+
+def result_values(node: Node) -> list[torch.Tensor | None]:
+    """The node's results: one tensor, or the items of its tuple (None where an op returns none)."""
+    value = node.meta["val"]
+    items = list(value) if isinstance(value, (tuple, list)) else [value]
+    return [item if isinstance(item, torch.Tensor) else None for item in items]
+
+
+def shapes_of(node: Node) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+    """Shapes of the tensor operands and of the tensor results."""
+    operands = tuple(tuple(map(int, o.meta["val"].shape)) for o in tensor_operands(node))
+    results = tuple(tuple(map(int, r.shape)) for r in result_values(node) if r is not None)
+    return operands, results
+
+
+def pointwise_linear(node: Node) -> Linear:
+    """The operand sets through which a pointwise op passes partial sums."""
+    target: Any = node.target
+    name = op_name(node)
+    overload = getattr(target, "_overloadname", "")
+    linear = _POINTWISE_LINEAR.get(f"{name}.{overload}", _POINTWISE_LINEAR.get(name, ()))
+    count = len(tensor_operands(node))
+    if name in ("aten.add", "aten.sub") and count == 1:
+        return ()  # a constant is added: affine, not linear
+    return tuple(group for group in linear if all(i < count for i in group))

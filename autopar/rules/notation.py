@@ -1,0 +1,166 @@
+"""The one-line notation of sharding rules, and its binding to the shapes at a node.
+
+    "m k, k n -> m n"        a letter on both sides may be split; `k` vanishes: split, it leaves a partial sum
+    "... [d] -> ... [d]"     `[d]` is whole on every device; `...` stands for the leading dims
+    "(a b) -> a b"           a dim that is a product of factors, major to minor
+    "v d, {v}... -> ... d"   the second operand's values index `v`: localised by offset and mask
+    "a b -> a +max"          the reduction of what vanishes, when it isn't a sum
+    "1 -> a"                 a letter only on the right: the value is constant along it, or the op knows its offset
+
+Invariants of a `BoundRule`:
+- every dim of every operand and result is a tuple of letters whose sizes multiply to the dim's size;
+- a dim of size 1 has no letters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass, field
+
+from autopar.errors import RuleError
+
+Shape = tuple[int, ...]
+Linear = tuple[tuple[int, ...], ...]
+"""Sets of operands through which partial sums pass: each set alone, its members jointly."""
+Dims = tuple[tuple[str, ...], ...]
+"""The letters of each dim of one value."""
+
+_TOKEN = re.compile(r"\.\.\.|\{\w+\}|\+\w+|\(|\)|\[\w+\]|\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """One operand or result as written: dims of letters, `...` as the dim `("...",)`."""
+
+    dims: Dims
+    whole: frozenset[str] = frozenset()
+    indexes: str | None = None
+    reduction: str = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule as written in the table. `linear` lists the sets of operands through which partial sums pass."""
+
+    operands: tuple[ValueSpec, ...]
+    results: tuple[ValueSpec, ...]
+    linear: Linear = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRule:
+    """A rule at a node: letters with sizes."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: dict[str, int]
+    whole: frozenset[str] = frozenset()
+    indexes: dict[int, str] = field(default_factory=dict)
+    reductions: tuple[str, ...] = ()
+    linear: Linear = ()
+
+
+@functools.cache
+def parse_rule(text: str, linear: Linear = ()) -> Rule:
+    """Parses the notation; raises `RuleError` with the text when it is malformed."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f"rule {text!r}: expected 'operands -> results'")
+    operands = tuple(_parse_value(part, text) for part in left.split(",")) if left.strip() else ()
+    return Rule(operands, tuple(_parse_value(part, text) for part in right.split(",")), linear)
+
+
+def _parse_value(part: str, text: str) -> ValueSpec:
+    tokens = _TOKEN.findall(part)
+    if "".join(tokens) != re.sub(r"\s", "", part):
+        raise RuleError(f"rule {text!r}: can't read {part.strip()!r}")
+    dims: list[tuple[str, ...]] = []
+    whole, indexes, reduction = set(), None, "sum"
+    group: list[str] | None = None
+    for token in tokens:
+        if token == "(":
+            group = []
+        elif token == ")":
+            dims.append(tuple(group or ()))
+            group = None
+        elif token[0] == "{":
+            indexes = token[1:-1]
+        elif token[0] == "+":
+            reduction = token[1:]
+        else:
+            if token[0] == "[":
+                whole.add(token[1:-1])
+            name = token.strip("[]")
+            if group is not None:
+                group.append(name)
+            else:
+                dims.append(() if name == "1" else (name,))
+    return ValueSpec(tuple(dims), frozenset(whole), indexes, reduction)
+
+
+def bind(
+    rule: Rule, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...], sizes: dict[str, int] | None = None
+) -> BoundRule:
+    """Binds letters to the sizes at a node; `sizes` gives those that products leave open.
+
+    Raises `RuleError` when the shapes contradict the rule.
+    """
+    if len(rule.operands) != len(operand_shapes) or len(rule.results) != len(result_shapes):
+        raise RuleError(
+            f"rule has {len(rule.operands)} operands and {len(rule.results)} results, "
+            f"the op has {len(operand_shapes)} and {len(result_shapes)}"
+        )
+    known = dict(sizes or {})
+    specs = [*rule.operands, *rule.results]
+    shapes = [*operand_shapes, *result_shapes]
+    dots = max(len(shape) - len(spec.dims) + 1 for spec, shape in zip(specs, shapes, strict=True))
+    expanded = [_expand_dots(spec.dims, shape, dots) for spec, shape in zip(specs, shapes, strict=True)]
+    _solve_sizes(expanded, shapes, known)
+    bound = tuple(_drop_ones(dims, shape, known) for dims, shape in zip(expanded, shapes, strict=True))
+    count = len(operand_shapes)
+    return BoundRule(
+        operands=bound[:count],
+        results=bound[count:],
+        sizes=known,
+        whole=frozenset().union(*(spec.whole for spec in specs)),
+        indexes={i: spec.indexes for i, spec in enumerate(rule.operands) if spec.indexes},
+        reductions=tuple(spec.reduction for spec in rule.results),
+        linear=rule.linear,
+    )
+
+
+def _expand_dots(dims: Dims, shape: Shape, most: int) -> Dims:
+    """Replaces `...` by the last of `d0 d1 …` (`most` of them), as many as there are dims left: aligned right."""
+    if ("...",) not in dims:
+        return dims
+    at = dims.index(("...",))
+    count = len(shape) - (len(dims) - 1)
+    return (*dims[:at], *((f"d{i}",) for i in range(most - count, most)), *dims[at + 1 :])
+
+
+def _solve_sizes(all_dims: list[Dims], shapes: list[Shape], known: dict[str, int]) -> None:
+    pairs = [(dim, size) for dims, shape in zip(all_dims, shapes, strict=True) for dim, size in _zip_dims(dims, shape)]
+    for dim, size in sorted(pairs, key=lambda pair: len(pair[0])):
+        open_letters = [letter for letter in dim if letter not in known]
+        rest = math.prod(known[letter] for letter in dim if letter in known)
+        if len(open_letters) == 1 and size % rest == 0:
+            known[open_letters[0]] = size // rest
+        elif len(dim) == 1 and known[dim[0]] != size and 1 in (size, known[dim[0]]):
+            known[dim[0]] = max(size, known[dim[0]])  # a broadcast dim
+        elif open_letters or (rest != size and size != 1):
+            raise RuleError(f"a dim of size {size} is not the product of {dim} with sizes {known}")
+
+
+def _zip_dims(dims: Dims, shape: Shape) -> list[tuple[tuple[str, ...], int]]:
+    if len(dims) != len(shape):
+        raise RuleError(f"the rule has {len(dims)} dims where the value has shape {list(shape)}")
+    return list(zip(dims, shape, strict=True))
+
+
+def _drop_ones(dims: Dims, shape: Shape, sizes: dict[str, int]) -> Dims:
+    return tuple(
+        () if size == 1 else tuple(letter for letter in dim if sizes[letter] != 1)
+        for dim, size in zip(dims, shape, strict=True)
+    )

@@ -1,0 +1,173 @@
+"""Proof of a rule by execution: run the op whole, run it on the shards of each choice, combine, compare.
+
+    prove(node, Mesh.parse("x=2"))      # [] or one Counterexample per wrong choice
+
+The op is localised by the same pass as in a real program and run on all ranks of a virtual mesh in lock-step. Floating
+values are random float64 (with operands that a partial choice makes partial given as random addends), integer operands
+that index a factor are drawn from its range, duplicates included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.program.promote import default_float64, promote_graph, promoted
+from autopar.program.virtual import Lockstep
+from autopar.rules.annotate import annotate_factors
+from autopar.rules.choices import Choice, choice_text, enumerate_choices, operand_layouts, result_layouts
+from autopar.rules.factors import LeafRule
+from autopar.rules.nodes import op_name, result_values, tensor_operands
+
+TOLERANCE = 1e-9
+Sample = Callable[[Node, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Counterexample:
+    """A choice under which the shards don't combine to the whole."""
+
+    op: str
+    choice: str
+    result: int
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.op} under '{self.choice}': result {self.result} differs by {self.difference:.2e}"
+
+
+def single_op(node: Node) -> tuple[Graph, Node]:
+    """A graph with `node` alone between placeholders and output, annotated with its leaf rule."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for i, operand in enumerate(dict.fromkeys(node.all_input_nodes)):
+        env[operand] = graph.placeholder(f"x{i}")
+        env[operand].meta = {"val": operand.meta["val"], "key": f"x{i}", "stage": 0, "phase": "forward", "level": "step"}
+    copy = graph.node_copy(node, env.__getitem__)
+    copy.meta = {**node.meta, "key": "op", "stage": 0, "phase": "forward", "level": "step", "path": ""}
+    graph.output(copy)
+    annotate_factors(graph)
+    return graph, copy
+
+
+def prove(
+    node: Node, mesh: Mesh, sample: Sample | None = None, choices: Sequence[Choice] | None = None, seed: int = 0
+) -> tuple[int, list[Counterexample]]:
+    """Executes every choice of the node's rule on `mesh`; returns their number and the counterexamples."""
+    with default_float64():
+        _, probe = single_op(node)
+        rule: LeafRule = probe.meta["rule"]
+        inputs = _inputs(probe, rule, sample or _random_value, torch.Generator().manual_seed(seed))
+        whole = _whole(probe, inputs)
+        picked = list(enumerate_choices(rule, mesh) if choices is None else choices)
+        found = [c for choice in picked if (c := _try(node, mesh, choice, inputs, whole)) is not None]
+    return len(picked), found
+
+
+def _inputs(node: Node, rule: LeafRule, sample: Sample, generator: torch.Generator) -> dict[str, Tensor]:
+    indexed = dict(rule.indexes)
+    values: dict[str, Tensor] = {}
+    for i, operand in enumerate(tensor_operands(node)):
+        if i in indexed:
+            size = 1
+            for factor in rule.factors:
+                size *= factor.size if factor.letter == indexed[i] else 1
+            shape = tuple(operand.meta["val"].shape)
+            values[operand.name] = torch.randint(0, size, shape, generator=generator)
+        else:
+            values.setdefault(operand.name, sample(operand, generator))
+    return values
+
+
+def _random_value(operand: Node, generator: torch.Generator) -> Tensor:
+    value = operand.meta["val"]
+    shape = tuple(value.shape)
+    if value.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) > 0.5
+    if not value.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, generator=generator, dtype=value.dtype)
+    return promoted(torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5)
+
+
+def _whole(node: Node, inputs: dict[str, Tensor]) -> list[Tensor | None]:
+    module = promote_graph(GraphModule(torch.nn.Module(), node.graph))
+    result = torch.fx.Interpreter(module).run(*inputs.values())
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _try(
+    node: Node, mesh: Mesh, choice: Choice, inputs: dict[str, Tensor], whole: list[Tensor | None]
+) -> Counterexample | None:
+    from passes.localise_shapes import localise_graph
+
+    graph, probe = single_op(node)
+    rule: LeafRule = probe.meta["rule"]
+    probe.meta["choice"] = choice
+    needed = operand_layouts(rule, choice)
+    for operand, layout in zip(tensor_operands(probe), needed, strict=True):
+        if operand.meta.setdefault("layout", layout) != layout:
+            return None  # one value in two layouts: a graph would reshard one of them
+    if any(n.meta["layout"].partial and n.meta["val"].dtype == torch.bool for n in graph.nodes if n.op == "placeholder"):
+        return None  # no op leaves a bool partial
+    layouts = result_layouts(rule, choice)
+    probe.meta["layout"] = _spread(probe, layouts)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    shards = [_shards(inputs[n.name], n.meta["layout"], mesh) for n in placeholders]
+    localise_graph(graph, mesh)
+    module = promote_graph(GraphModule(torch.nn.Module(), graph))
+    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    output.args = ((output.args[0],),)
+    (got,) = Lockstep(mesh).run(module, shards, lambda _node, _wide: None)
+    for index, (layout, expected) in enumerate(zip(_aligned(probe, layouts), whole, strict=True)):
+        if layout is not None and expected is not None:
+            difference = _difference(got, index, isinstance(probe.meta["val"], (tuple, list)), layout, expected, mesh)
+            if difference > TOLERANCE:
+                return Counterexample(op_name(node), choice_text(rule, choice), index, difference)
+    return None
+
+
+def _spread(node: Node, layouts: tuple[Layout, ...]) -> Any:
+    aligned = _aligned(node, layouts)
+    return tuple(aligned) if isinstance(node.meta["val"], (tuple, list)) else aligned[0]
+
+
+def _aligned(node: Node, layouts: tuple[Layout, ...]) -> list[Layout | None]:
+    remaining = iter(layouts)
+    return [None if value is None else next(remaining) for value in result_values(node)]
+
+
+def _shards(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """The local tensors of all ranks; a partial value is random addends that sum to the whole."""
+    ranks = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
+    locals_ = [layout.shard(value, mesh, at).contiguous() for at in ranks]
+    if not layout.partial:
+        return locals_
+    noise = torch.Generator().manual_seed(1)
+    for axis, _ in layout.partial:
+        addend = torch.randn(locals_[0].shape, generator=noise).to(value.dtype)  # equal over the other axes
+        for group in mesh.groups(axis):
+            locals_[group[0]] = locals_[group[0]] + addend
+            locals_[group[-1]] = locals_[group[-1]] - addend
+    return locals_
+
+
+def _difference(got: list[Any], index: int, several: bool, layout: Layout, expected: Tensor, mesh: Mesh) -> float:
+    def local(coordinates: dict[str, int]) -> Tensor:
+        value = got[mesh.rank(coordinates)]
+        return value[index] if several else value  # type: ignore[no-any-return]
+
+    combined = layout.unshard(local, mesh)
+    if combined.shape != expected.shape or combined.dtype != expected.dtype:
+        return float("inf")
+    if combined.numel() == 0:
+        return 0.0
+    return float((combined.double() - expected.double()).abs().max() / (1 + expected.double().abs().max()))
+
+

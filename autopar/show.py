@@ -1,0 +1,298 @@
+"""A plan as people read it: a few lines and tables, for a terminal, a pipe or a notebook.
+
+    print(text(plan))
+    print_tables(explain(plan, "blocks.0.up"))
+    print_tables(difference(before, after))
+
+Invariants:
+- everything shown stands in the plan: nothing is computed here but sums and ratios of its figures;
+- layers that were treated alike share a row: `blocks.*.up.weight (4)`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import html as html_module
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.pins import matches_module
+from autopar.plans import Plan, stage_of
+from autopar.units import format_bytes, format_seconds
+
+MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+Cell = str | int | float
+Row = tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A caption, column names and rows; without columns, only the caption.
+
+    Cells hold plain values; a column whose name ends in `_bytes`, `_s` or `_part` is shown with its unit. Where the
+    column is `before` or `after`, the name of the quantity stands first in the row.
+    """
+
+    caption: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    name: str = ""
+
+    def records(self) -> list[dict[str, Cell]]:
+        """One dict per row, for JSON."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    @property
+    def titles(self) -> list[str]:
+        """Column names without units."""
+        return [re.sub(r"_(bytes|s|part)$", "", column).replace("_", " ") for column in self.columns]
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The cells as they are shown."""
+        return [[_shown(self._quantity(i, row), cell) for i, cell in enumerate(row)] for row in self.rows]
+
+    def _quantity(self, column: int, row: Row) -> str:
+        name = self.columns[column]
+        return str(row[0]) if name in ("before", "after") else name
+
+
+def _shown(quantity: str, cell: Cell) -> str:
+    if isinstance(cell, str):
+        return re.sub(r"_(bytes|s)$", "", cell).replace("_", " ") if cell == quantity else cell
+    if quantity.endswith("_bytes"):
+        return format_bytes(cell)
+    if quantity.endswith("_s"):
+        return format_seconds(cell)
+    return f"{cell:.0%}" if quantity.endswith("_part") else str(cell)
+
+
+def json_tables(tables: Sequence[Table]) -> dict[str, list[dict[str, Cell]]]:
+    """Named tables for machines: bytes and seconds as numbers."""
+    return {table.name: table.records() for table in tables if table.name}
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------
+def summary(plan: Plan) -> list[Table]:
+    """The plan in a few lines: mesh, step time, stages, parameters, memory, collectives, search."""
+    return [
+        Table(_headline(plan)),
+        Table(_step_line(plan)),
+        _stages(plan),
+        _parameters(plan),
+        _memory(plan),
+        _collectives(plan),
+        Table(_search_line(plan)),
+    ]
+
+
+def explain(plan: Plan, target: str) -> list[Table]:
+    """The choices at the nodes of a module (its path, or a glob) or at one node (its key); raises `PlanError`."""
+    keys = [key for key in plan.choices if _is_meant(target, key)]
+    if not keys:
+        paths = sorted({_path(key) for key in plan.choices} - {""})
+        raise PlanError(f"{target!r}: no module or node of the plan; its modules are {_listed(paths)}")
+    rows = [(key, stage_of(plan.node_stage, _path(key)), plan.choices[key] or "whole", _recompute(plan, key))
+            for key in keys]  # fmt: skip
+    stages = {row[1] for row in rows}
+    peaks = [(row.stage, row.ranks, row.peak) for row in plan.estimate.memory if row.stage in stages]
+    return [
+        Table(f"{target}: {len(keys)} nodes", ("node", "stage", "choice", "backward"), tuple(rows), "nodes"),
+        Table("memory of these stages", ("stage", "ranks", "peak_bytes"), tuple(peaks), "memory"),
+    ]
+
+
+def difference(before: Plan, after: Plan) -> list[Table]:
+    """In what two plans differ: decisions, estimate (seconds and bytes), and choices by class of layers."""
+    facts = [(name, a, b) for (name, a), (_, b) in zip(_facts(before), _facts(after), strict=True) if a != b]
+    choices = _grouped(
+        (key, before.choices.get(key, "absent"), after.choices.get(key, "absent"))
+        for key in {**before.choices, **after.choices}
+        if before.choices.get(key) != after.choices.get(key)
+    )
+    return [
+        Table("decisions and estimate", ("what", "before", "after"), tuple(facts), "plan"),
+        Table("sent in a step", ("collective", "before_bytes", "after_bytes"), _sent_rows(before, after), "sent"),
+        Table("choices", ("nodes", "before", "after"), tuple(choices), "choices"),
+    ]
+
+
+def _sent_rows(before: Plan, after: Plan) -> tuple[Row, ...]:
+    old, new = _sent(before), _sent(after)
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return tuple((key, old.get(key, 0), new.get(key, 0)) for key in changed)
+
+
+# -- the parts of a summary --------------------------------------------------------------------------------------
+def _headline(plan: Plan) -> str:
+    microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
+    return f"{plan.cluster}: mesh {plan.mesh or 'of one rank'}, {microbatches}, schedule {plan.schedule}"
+
+
+def _step_line(plan: Plan) -> str:
+    estimate = plan.estimate
+    parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in estimate.step_s.items() if value)
+    step = f"step {format_seconds(estimate.objective_s)}" + (f" = {parts}" if parts else "")
+    return f"{step}; {estimate.status}, bound {format_seconds(estimate.bound_s)}, gap {estimate.gap:.1%}"
+
+
+def _search_line(plan: Plan) -> str:
+    outcomes = Counter(candidate.status for candidate in plan.candidates)
+    tried = ", ".join(f"{count} {status}" for status, count in outcomes.items())
+    searched = f"{sum(outcomes.values())} meshes ({tried}); " if outcomes else ""
+    estimate = plan.estimate
+    return f"{searched}captured in {format_seconds(estimate.capture_s)}, solved in {format_seconds(estimate.solve_s)}"
+
+
+def _stages(plan: Plan) -> Table:
+    rows = tuple((index, stage.modules) for index, stage in enumerate(plan.stages))
+    return Table("stages", ("stage", "modules"), rows if len(rows) > 1 else ())
+
+
+def _parameters(plan: Plan) -> Table:
+    """How each class of parameters is split at rest."""
+    prefix = "param:"
+    split = [(key.removeprefix(prefix), choice) for key, choice in plan.choices.items() if key.startswith(prefix)]
+    rows = _grouped((name, choice or "whole") for name, choice in split)
+    return Table("parameters at rest", ("parameter", "choice"), tuple(rows))
+
+
+def _memory(plan: Plan) -> Table:
+    limit = plan.estimate.memory_limit_bytes
+    rows = [
+        (row.stage, row.ranks, *(getattr(row, name) for name in MEMORY_CLASSES), row.peak, row.peak / limit)
+        for row in plan.estimate.memory
+    ]
+    columns = ("stage", "ranks", *(f"{name}_bytes" for name in MEMORY_CLASSES), "peak_bytes", "used_part")
+    return Table(f"memory of a rank, of {format_bytes(limit)}", columns, tuple(rows))
+
+
+def _collectives(plan: Plan) -> Table:
+    rows = [
+        (row.axis, row.kind, row.count, row.bytes_per_call, row.bytes_per_step, row.link, row.step_s)
+        for row in plan.estimate.collectives
+    ]
+    columns = ("axis", "collective", "calls", "per_call_bytes", "per_step_bytes", "link", "time_s")
+    return Table("collectives of a rank in a step", columns, tuple(rows))
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, Cell]]:
+    estimate = plan.estimate
+    yield "cluster", str(plan.cluster)
+    yield "mesh", str(plan.mesh)
+    yield "microbatches", plan.microbatches
+    yield "schedule", plan.schedule
+    yield "stages", " | ".join(stage.modules for stage in plan.stages)
+    yield "pins", ", ".join(plan.pins) or "none"
+    yield "recomputed", ", ".join(str(row[0]) for row in _grouped((key,) for key in plan.recomputed)) or "none"
+    yield "step_s", estimate.objective_s
+    yield "bound_s", estimate.bound_s
+    yield "status", estimate.status
+    yield "peak_bytes", max((row.peak for row in estimate.memory), default=0)
+    yield "sent_bytes", sum(row.bytes_per_step for row in estimate.collectives)
+
+
+def _sent(plan: Plan) -> dict[str, int]:
+    return {f"{row.axis} {row.kind}": row.bytes_per_step for row in plan.estimate.collectives}
+
+
+# -- keys --------------------------------------------------------------------------------------------------------
+def _path(key: str) -> str:
+    """The module path of a node key, `"blocks.0.up/linear/forward#0"` or `"param:blocks.0.up.weight"`."""
+    kind, colon, name = key.partition(":")
+    return name.rpartition(".")[0] if colon and "/" not in kind else key.partition("/")[0]
+
+
+def _is_meant(target: str, key: str) -> bool:
+    return key == target or fnmatch.fnmatchcase(key, target) or matches_module(target, _path(key))
+
+
+def _recompute(plan: Plan, key: str) -> str:
+    again = any(key == entry or fnmatch.fnmatchcase(key, entry) for entry in plan.recomputed)
+    return "recomputed" if again else ""
+
+
+def _class_of(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=[./]|$)|^\d+(?=[./])", "*", name)
+
+
+def _grouped(rows: Iterable[Row]) -> list[Row]:
+    """Rows whose names differ in layer numbers only, and agree in the rest, as one with their count."""
+    counts = Counter((_class_of(str(row[0])), *row[1:]) for row in rows)
+    return [(f"{row[0]} ({count})" if count > 1 else row[0], *row[1:]) for row, count in counts.items()]
+
+
+def _listed(names: Sequence[str], limit: int = 12) -> str:
+    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+
+
+# -- how it is shown ---------------------------------------------------------------------------------------------
+def text(plan: Plan) -> str:
+    """The summary as plain text."""
+    return tables_text(summary(plan))
+
+
+def html(plan: Plan) -> str:
+    """The summary for a notebook."""
+    return "\n".join(_table_html(table) for table in summary(plan) if _has_content(table))
+
+
+def tables_text(tables: Sequence[Table]) -> str:
+    """Tables in aligned columns, without control characters."""
+    return "\n".join(line for table in tables if _has_content(table) for line in _table_lines(table))
+
+
+def print_tables(tables: Sequence[Table]) -> None:
+    """On a terminal with rich, otherwise as plain text."""
+    if not sys.stdout.isatty():
+        print(tables_text(tables))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for table in filter(_has_content, tables):
+        console.print(_rich_table(table) if table.columns else table.caption)
+
+
+def _has_content(table: Table) -> bool:
+    return bool(table.rows) or not table.columns
+
+
+def _table_lines(table: Table) -> Iterator[str]:
+    yield table.caption
+    grid = [table.titles, *table.texts] if table.columns else []
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    for row in grid:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _rich_table(table: Table) -> Any:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(title=Text(table.caption), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for title, cells in zip(table.titles, zip(*table.rows, strict=True), strict=True):
+        shown.add_column(title, justify="left" if isinstance(cells[0], str) else "right")
+    for row in table.texts:
+        shown.add_row(*map(Text, row))
+    return shown
+
+
+def _table_html(table: Table) -> str:
+    caption = html_module.escape(table.caption)
+    if not table.columns:
+        return f"<p>{caption}</p>"
+    head = _row_html("th", table.titles)
+    body = "".join(_row_html("td", row) for row in table.texts)
+    return f"<table><caption>{caption}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
+
+
+def _row_html(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html_module.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,0 +1,83 @@
+"""What a node of a step graph costs on one rank under a choice: arithmetic and memory traffic by its rule.
+
+Arithmetic of the matmul family is two operations per element of the product of all its factors, so any split divides
+it; attention has its own count. Every op reads its operands and writes its results once. Views cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+from torch.fx import Node
+
+from autopar import markers
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.rules.choices import Choice, operand_layouts, result_layouts
+from autopar.rules.factors import LeafRule
+from autopar.rules.nodes import op_name, result_values, tensor_operands
+
+Compute = Callable[[float, float, str], float]
+"""(operations, bytes, dtype name) → seconds on one device."""
+
+MATMULS = frozenset(
+    {"aten.mm", "aten.bmm", "aten.dot", "aten.mv", "autopar.linear", "autopar.linear_dx", "autopar.linear_dw"}
+)
+VIEWS = frozenset(
+    {
+        *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.t", "aten.transpose", "aten.permute"),
+        *("aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.slice", "aten.select", "aten.split"),
+        *("aten.split_with_sizes", "aten.alias", "aten.detach", "relay"),
+    }
+)
+_ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}
+"""Matmuls of size [s, d] x [d, t] per head: QKᵀ and PV; backward recomputes QKᵀ and adds four (Dao 2022, B.4)."""
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node's result shares its operand's storage."""
+    return node.target is operator.getitem or op_name(node) in VIEWS
+
+
+def flops(node: Node) -> float:
+    """Floating-point operations of the whole op; 0 for what only moves data."""
+    name = op_name(node)
+    rule: LeafRule = node.meta["rule"]
+    if name in MATMULS:
+        return 2.0 * math.prod(factor.size for factor in rule.factors)
+    if name in _ATTENTION_MATMULS:
+        sizes: dict[str, int] = {}
+        for factor in rule.factors:
+            sizes[factor.letter] = sizes.get(factor.letter, 1) * factor.size
+        causal = 0.5 if any(f.letter == "s" and f.is_whole for f in rule.factors) else 1.0
+        return 2.0 * causal * _ATTENTION_MATMULS[name] * math.prod(sizes.values())
+    return 0.0
+
+
+def ways(choice: Choice, mesh: Mesh) -> int:
+    """Into how many shares a choice divides the op's work."""
+    return math.prod(mesh.size(split.axis) for split in choice if split.factor >= 0)
+
+
+def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
+    return math.prod(layout.global_shape) / layout.num_shards(mesh) * element_bytes
+
+
+def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:
+    """Seconds of the op on one rank, for each choice."""
+    if node.op != "call_function" or is_view(node) or node.target in markers.IDENTITIES:
+        return [0.0] * len(choices)
+    rule: LeafRule = node.meta["rule"]
+    operands = [o.meta["val"].element_size() for o in tensor_operands(node)]
+    results = [r for r in result_values(node) if r is not None]
+    widths = [*operands, *(r.element_size() for r in results)]
+    dtype = str(results[0].dtype).removeprefix("torch.")
+    total = flops(node)
+    costs = []
+    for choice in choices:
+        layouts = (*operand_layouts(rule, choice), *result_layouts(rule, choice))
+        moved = sum(local_bytes(layout, width, mesh) for layout, width in zip(layouts, widths, strict=True))
+        costs.append(compute(total / ways(choice, mesh), moved, dtype))
+    return costs

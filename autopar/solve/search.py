@@ -1,0 +1,276 @@
+"""The best choice for a problem, with a proof: reduce, relax, fix by reduced cost, and search what is left.
+
+    solution = solve(problem)               # objective, bound, status; gap <= 1e-3 unless the limit came first
+    min_limit_usage(problem)                # what it would take, where nothing fits
+
+The bound holds for the problem as given: it comes from Lagrangian duality (`flow.price`) and from integer models that
+are rounded down (`integer`), never from a solver's tolerance. The objective is what `evaluate` says of the choice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solve.flow import Flow, Priced, marginals, price, relax, restricted
+from autopar.solve.integer import Effort, search_integers
+from autopar.solve.model import Infeasible, Model, recover
+from autopar.solve.problem import Edge, Node, Problem, Solution, Term, check, evaluate
+from autopar.solve.reduce import reduce
+
+EXACT = 1e-8
+ROUNDING = 1e-11
+FIRST_STEP = 1e-3
+WIDEN = 5.0
+SHRINK = 0.7
+
+
+@dataclass(slots=True)
+class State:
+    """What a search knows so far."""
+
+    problem: Problem
+    gap: float
+    seed: int
+    deterministic_s: float
+    deadline: float
+    choice: tuple[int, ...] | None = None
+    objective: float = math.inf
+
+    def offer(self, choice: Sequence[int]) -> float:
+        """Keeps `choice` when it is the best so far and fits; returns its true objective (infinite if it breaks)."""
+        found = evaluate(self.problem, choice)
+        value = found.objective if found.feasible else math.inf
+        if value < self.objective:
+            self.choice, self.objective = tuple(choice), value
+        return value
+
+    def is_closed(self, bound: float) -> bool:
+        return self.choice is not None and self.objective - bound <= max(self.gap, EXACT) * abs(self.objective)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.deterministic_s <= 0 or time.monotonic() > self.deadline
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.problem.nodes)
+
+
+def solve(
+    problem: Problem,
+    *,
+    gap: float = 1e-3,
+    time_limit_s: float = 60.0,
+    hint: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Solution:
+    """The cheapest choice to within `gap` of the proven bound.
+
+    `time_limit_s` bounds CP-SAT's deterministic time (about a second each), so that the answer doesn't depend on the
+    machine's load; four times as much wall time is a safety net. `hint` is a choice to start from. The status is
+    "optimal" when the gap is met, "feasible" when the limit came first, "infeasible" when nothing fits (proven), and
+    "unknown" when the limit came before any choice was found.
+    """
+    check(problem)
+    begin = time.monotonic()
+    state = State(problem, gap, seed, time_limit_s, begin + 4 * time_limit_s)
+    if hint is not None:
+        state.offer(hint)
+    bound = _bound(state)
+    return _solution(state, bound, time.monotonic() - begin)
+
+
+def _solution(state: State, bound: float, seconds: float) -> Solution:
+    if state.choice is None:
+        status = "infeasible" if math.isinf(bound) and bound > 0 else "unknown"
+        return Solution((), math.inf, bound, status, seconds)
+    status = "optimal" if state.is_closed(bound) else "feasible"
+    return Solution(state.choice, state.objective, min(bound, state.objective), status, seconds)
+
+
+def _bound(state: State) -> float:
+    """Searches the whole problem; returns a bound of its objective (infinite when nothing fits)."""
+    try:
+        model = Model.of(state.problem)
+        reduce(model)
+    except Infeasible:
+        return math.inf
+    bound = search(state, model, math.inf)
+    if state.choice is None and math.isfinite(bound) and state.problem.limits:
+        _fall_back(state)
+    return bound
+
+
+def search(state: State, model: Model, cutoff: float) -> float:
+    """Offers choices of a reduced model; returns min(cutoff, a bound of the model's objective)."""
+    if not model.alive:
+        return min(cutoff, _settle(state, model))
+    flow = Flow.of(model)
+    relaxed = relax(flow)
+    if relaxed is None:
+        return cutoff
+    priced = price(flow, relaxed.prices)
+    state.offer(recover(model, flow.choice(relaxed.values), state.num_nodes))
+    bound = _safe(priced.bound - model.loss)
+    most = _greatest(flow, priced)
+    step = max(max(state.gap, FIRST_STEP) * abs(bound), 1e-6 * (most - bound))
+    while not state.is_closed(bound) and bound < cutoff and not state.is_spent:
+        known, reach = state.objective, priced.bound + step
+        reach = min(cutoff, known, reach if reach < most else math.inf)
+        bound = max(bound, _search_under(state, flow, priced, reach))
+        if reach >= min(cutoff, state.objective) and state.objective >= known:
+            break
+        step *= WIDEN
+    return min(cutoff, bound)
+
+
+def _settle(state: State, model: Model) -> float:
+    """Everything was eliminated: the choice is the best of the model."""
+    choice = recover(model, {}, state.num_nodes)
+    value = state.offer(choice)
+    own = sum(weight * model.constant[row] for row, weight in model.linear.items())
+    own += sum(term.weight * max(model.constant[row] for row in term.rows) for term in model.peaks)
+    assert math.isinf(value) or abs(own - value) <= 1e-6 * max(abs(own), abs(value)) + model.loss, (own, value)
+    return _safe(own - model.loss)
+
+
+def _safe(bound: float) -> float:
+    """`bound`, less what the rounding of its sum might have added."""
+    return bound - ROUNDING * abs(bound)
+
+
+def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> float:
+    """Fixes what can't be part of a choice under `reach`, and searches the rest; returns min(reach, bound)."""
+    keep = marginals(flow, priced.reduced) <= (reach - priced.bound) + EXACT * abs(priced.bound)
+    try:
+        model = restricted(flow, keep)
+        reduce(model)
+    except Infeasible:
+        return reach
+    if not model.alive:
+        return min(reach, _settle(state, model))
+    smaller = Flow.of(model)
+    if smaller.size < SHRINK * flow.size:
+        return search(state, model, reach)
+    return _integers(state, smaller, reach)
+
+
+def _integers(state: State, flow: Flow, reach: float) -> float:
+    """CP-SAT on the whole flow; where rounded memory let through what doesn't fit, again with less room."""
+    relaxed = relax(flow)
+    if relaxed is None:
+        return reach
+    priced, model = price(flow, relaxed.prices), flow.model
+    bound, room = _safe(priced.bound - model.loss), dict(model.room)
+    proven = bound
+    for attempt in range(4):
+        top = reach if math.isfinite(reach) else _greatest(flow, priced)
+        effort = Effort(max(state.gap, EXACT) * abs(top) / 2, state.deterministic_s, state.deadline - time.monotonic(), state.seed)
+        outcome = search_integers(flow, priced.prices, bound, top, effort, room, _hint(state, flow))
+        state.deterministic_s -= outcome.deterministic_s
+        if attempt == 0:
+            proven = reach if outcome.bound >= top else _safe(outcome.bound - model.loss)
+        if outcome.chosen is None:
+            break
+        choice = recover(model, outcome.chosen, state.num_nodes)
+        if math.isfinite(state.offer(choice)) or state.is_spent:
+            break
+        room = _tighter(state, choice, room)
+    return min(reach, max(bound, proven))
+
+
+def _greatest(flow: Flow, priced: Priced) -> float:
+    """An objective that no choice exceeds (used when nothing better is known)."""
+    most = sum(
+        weight * np.maximum.reduceat(flow.costs[row], flow.starts).sum() for row, weight in _weights(flow).items()
+    )
+    constant = sum(abs(weight * flow.model.constant[row]) for row, weight in _weights(flow).items())
+    return max(float(most + constant), priced.bound) + abs(priced.bound)
+
+
+def _weights(flow: Flow) -> dict[int, float]:
+    weights = dict(flow.model.linear)
+    for term in flow.model.peaks:
+        for row in term.rows:
+            weights[row] += term.weight
+    return weights
+
+
+def _hint(state: State, flow: Flow) -> dict[int, int] | None:
+    """The best choice so far, if the flow still holds it."""
+    if state.choice is None:
+        return None
+    held = {node: state.choice[node] for node in flow.first}
+    return held if all(held[node] in flow.model.alive[node] for node in held) else None
+
+
+def _tighter(state: State, choice: Sequence[int], room: dict[int, float]) -> dict[int, float]:
+    """Less room where `choice` broke a limit by what rounding hid."""
+    usage = evaluate(state.problem, choice).usage
+    over = {limit: usage[limit] - state.problem.limits[limit].threshold for limit in room}
+    return {limit: left - 2 * max(0.0, over[limit]) for limit, left in room.items()}
+
+
+def _fall_back(state: State) -> None:
+    """No choice was found in time: the one with the least overflow fits, if any does."""
+    overflow = overflow_problem(state.problem)
+    found = solve(overflow, gap=0.05, time_limit_s=30.0, seed=state.seed)
+    if found.choice:
+        state.offer(found.choice[: state.num_nodes])
+
+
+def min_limit_usage(problem: Problem, *, time_limit_s: float = 30.0) -> dict[str, float]:
+    """The least bytes that each limit alone can be brought down to (a proven bound); infinite if nothing is allowed."""
+    found = [solve(_usage_problem(problem, index), gap=EXACT, time_limit_s=time_limit_s) for index in _limits(problem)]
+    return {limit.name: limit.constant + _proven(least) for limit, least in zip(problem.limits, found, strict=True)}
+
+
+def min_overflow(problem: Problem, *, time_limit_s: float = 30.0) -> float:
+    """The least t such that some choice needs at most capacity + t of every limit (negative: how much is to spare)."""
+    return _proven(solve(overflow_problem(problem), gap=EXACT, time_limit_s=time_limit_s))
+
+
+def _limits(problem: Problem) -> range:
+    return range(len(problem.limits))
+
+
+def _proven(solution: Solution) -> float:
+    """The objective where it is proven best, otherwise the bound."""
+    return solution.objective if solution.status == "optimal" else solution.bound
+
+
+def _usage_problem(problem: Problem, limit: int) -> Problem:
+    """The same choices; the objective is the usage of one limit."""
+    nodes = [
+        replace(node, cost=_only_forbids(node.cost) + node.memory.get(limit, 0.0), row=0, memory={})
+        for node in problem.nodes
+    ]
+    edges = [replace(edge, cost=_only_forbids(edge.cost), row=0) for edge in problem.edges]
+    return Problem(tuple(nodes), tuple(edges))
+
+
+def overflow_problem(problem: Problem) -> Problem:
+    """The same choices; the objective is the greatest usage - capacity. A node that uses several limits gets a twin
+    (bound to the same strategy) for each but the first."""
+    nodes = [replace(node, cost=_only_forbids(node.cost), row=0, memory={}) for node in problem.nodes]
+    edges = [replace(edge, cost=_only_forbids(edge.cost), row=0) for edge in problem.edges]
+    for index, node in enumerate(problem.nodes):
+        for position, (limit, used) in enumerate(sorted(node.memory.items())):
+            if position == 0:
+                nodes[index] = replace(nodes[index], cost=nodes[index].cost + used, row=limit)
+                continue
+            same = np.where(np.eye(node.num_strategies, dtype=bool), 0.0, np.inf)
+            edges.append(Edge(index, len(nodes), same, limit))
+            nodes.append(Node(f"{node.name}/{limit}", used, limit))
+    for limit, bound in enumerate(problem.limits):
+        nodes.append(Node(bound.name, np.array([bound.constant - bound.capacity]), limit))
+    return Problem(tuple(nodes), tuple(edges), (), (Term(1.0, tuple(range(len(problem.limits)))),))
+
+
+def _only_forbids(cost: np.ndarray) -> np.ndarray:
+    return np.where(np.isinf(cost), np.inf, 0.0)

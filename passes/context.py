@@ -1,0 +1,24 @@
+"""What passes are given beside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.mesh import Mesh
+from autopar.reshard import Resharder
+from autopar.rules.choices import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The plan's part of a lowering: choices by node key, what is recomputed, and where it will run."""
+
+    mesh: Mesh
+    microbatches: int
+    choices: Mapping[str, Choice]
+    state_pairs: tuple[tuple[Node, Node], ...]
+    resharder: Resharder
+    recomputed: frozenset[str] = frozenset()

@@ -1,0 +1,431 @@
+"""Turns a laid-out graph of global values into the graph that every rank runs on its local tensors.
+
+Before: every operand has the layout that its op needs; moves are markers. After: shape arguments are local, indices
+are offset and masked where what they index is split, moves are views and collectives, relays are gone, and every
+node has `local_val`, a fake tensor with exactly the local shape of its layout (asserted).
+Numbers: the global values are unchanged up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from autopar import collectives, markers
+from autopar.layout import Layout, Position
+from autopar.mesh import Mesh
+from autopar.rules.factors import LeafRule
+from autopar.rules.nodes import op_name, tensor_operands
+from passes.context import Context
+
+aten = torch.ops.aten
+
+
+def localise_shapes(graph: Graph, context: Context) -> Graph:
+    """Rewrites `graph` in place; see the module's docstring."""
+    return localise_graph(graph, context.mesh)
+
+
+def localise_graph(graph: Graph, mesh: Mesh) -> Graph:
+    """`localise_shapes` where there is nothing but a laid-out graph."""
+    localiser = Localiser(graph, mesh.spmd, _fake_mode(graph))
+    for node in list(graph.nodes):
+        if node.op == "output":
+            continue
+        with graph.inserting_before(node.next):
+            localiser.localise(node)
+    return graph
+
+
+def _fake_mode(graph: Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        if hasattr(node.meta.get("val"), "fake_mode"):
+            return node.meta["val"].fake_mode  # type: ignore[no-any-return]
+    return FakeTensorMode()
+
+
+@dataclass(slots=True)
+class Localiser:
+    """Localises one node at a time; new nodes are put at the graph's insertion point, right after the node."""
+
+    graph: Graph
+    mesh: Mesh
+    mode: FakeTensorMode
+
+    def localise(self, node: Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            node.meta["local_val"] = self._empty(node)
+        elif node.target is markers.relay:
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            self.graph.erase_node(node)
+        elif node.target in markers.MOVES:
+            self._lower_move(node)
+        elif node.target is not operator.getitem and node.meta.get("choice"):
+            handler = _HANDLERS.get(op_name(node))
+            if handler is not None:
+                with self.graph.inserting_before(node):
+                    handler(self, node)
+            self.run(node)
+        else:
+            self.run(node)
+
+    # -- local values ------------------------------------------------------------------------------------------
+    def _empty(self, node: Node) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(node.meta["layout"].local_shape(self.mesh), dtype=node.meta["val"].dtype)
+
+    def run(self, node: Node) -> None:
+        """Runs the op on its operands' fake local values and asserts that its layout's local shape comes out."""
+        try:
+            node.meta["local_val"] = self._evaluate(node)
+        except (RuntimeError, ValueError):
+            if op_name(node) not in ("aten.view", "aten._unsafe_view"):
+                raise
+            node.target = aten.reshape.default  # a shard may be strided where the whole was contiguous
+            node.meta["local_val"] = self._evaluate(node)
+        self._check(node)
+
+    def _evaluate(self, node: Node) -> Any:
+        def local(n: Node) -> Any:
+            return n.meta["local_val"]
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), local)
+        if node.target is collectives.coordinate:
+            return 0
+        if node.target in _FAKE_COLLECTIVES:
+            with self.mode:
+                return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
+        with self.mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _check(self, node: Node) -> None:
+        layouts = node.meta.get("layout")
+        values = node.meta["local_val"]
+        if layouts is None:
+            return
+        pairs = zip(layouts, values, strict=True) if isinstance(layouts, tuple) else [(layouts, values)]
+        for layout, value in pairs:
+            if layout is not None:
+                expected = layout.local_shape(self.mesh)
+                assert tuple(value.shape) == expected, f"{node.meta.get('key')}: {tuple(value.shape)} is not {layout}"
+
+    # -- building ----------------------------------------------------------------------------------------------
+    def call(self, like: Node, target: Callable[..., Any], *args: Any, layout: Layout | None = None) -> Node:
+        """A new node at the insertion point, with `like`'s place and its local value."""
+        node = self.graph.call_function(target, args)
+        for key in ("path", "phase", "level", "stage", "source"):
+            node.meta[key] = like.meta.get(key, "")
+        node.meta["val"] = like.meta["val"]
+        if layout is not None:
+            node.meta["layout"] = layout
+        self.run(node)
+        return node
+
+    def offset(self, node: Node, axes: list[str], local_size: int) -> Node | int:
+        """This rank's first index along a factor split by `axes` (major first)."""
+        if not axes:
+            return 0
+        index: Node | None = None
+        for axis in axes:
+            position = self.call(node, collectives.coordinate, axis)
+            if index is None:
+                index = position
+            else:
+                scaled = self.call(node, operator.mul, index, self.mesh.size(axis))
+                index = self.call(node, operator.add, scaled, position)
+        assert index is not None
+        return self.call(node, operator.mul, index, local_size)
+
+    # -- moves -------------------------------------------------------------------------------------------------
+    def _lower_move(self, node: Node) -> None:
+        value, axis = node.args[0], node.args[1]
+        assert isinstance(value, Node)
+        before, after = value.meta["layout"], node.meta["layout"]
+        target, args = _lowered(node, before)
+        flat = self._reshaped(node, value, before.local_factor_shape(self.mesh))
+        moved = self.call(node, target, flat, axis, *args)
+        result = self._reshaped(node, moved, after.local_shape(self.mesh))
+        result.meta["layout"] = after
+        self._check(result)
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    def _reshaped(self, node: Node, value: Node, shape: tuple[int, ...]) -> Node:
+        if tuple(value.meta["local_val"].shape) == shape:
+            return value
+        return self.call(node, aten.view.default, value, list(shape))
+
+
+def _flat(layout: Layout, position: Position) -> int:
+    dim, factor = position
+    return sum(len(factors) for factors in layout.dims[:dim]) + factor
+
+
+def _lowered(node: Node, layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The collective of a move, with its arguments after tensor and axis; dims count factors."""
+    rest: tuple[Any, ...] = node.args[2:]
+    if node.target is markers.gather:
+        return collectives.all_gather, (_flat(layout, rest[:2]),)
+    if node.target is markers.narrow:
+        return collectives.shard, (_flat(layout, rest[:2]),)
+    if node.target is markers.reduce:
+        return collectives.all_reduce, (rest[0],)
+    if node.target is markers.reduce_scatter:
+        return collectives.reduce_scatter, (_flat(layout, rest[1:3]), rest[0])
+    return collectives.all_to_all, (_flat(layout, rest[2:4]), _flat(layout, rest[:2]))
+
+
+def _resized(factor: Callable[[Mesh, str], tuple[int, int]]) -> Callable[..., torch.Tensor]:
+    def run(mesh: Mesh, x: torch.Tensor, axis: str, dim: int, *_: Any) -> torch.Tensor:
+        multiply, divide = factor(mesh, axis)
+        shape = list(x.shape)
+        shape[dim] = shape[dim] * multiply // divide
+        return x.new_empty(shape)
+
+    return run
+
+
+def _fake_all_to_all(mesh: Mesh, x: torch.Tensor, axis: str, split_dim: int, concat_dim: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[split_dim] //= mesh.size(axis)
+    shape[concat_dim] *= mesh.size(axis)
+    return x.new_empty(shape)
+
+
+_FAKE_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
+    collectives.all_gather: _resized(lambda mesh, axis: (mesh.size(axis), 1)),
+    collectives.reduce_scatter: _resized(lambda mesh, axis: (1, mesh.size(axis))),
+    collectives.shard: lambda mesh, x, axis, dim: x.narrow(dim, 0, x.shape[dim] // mesh.size(axis)),
+    collectives.all_reduce: lambda mesh, x, axis, op: x.new_empty(x.shape),
+    collectives.all_to_all: _fake_all_to_all,
+}
+
+
+# -- ops with arguments that speak of global sizes ---------------------------------------------------------------
+def _set_argument(node: Node, index: int, name: str, value: Any) -> None:
+    if name in node.kwargs or len(node.args) <= index:
+        node.kwargs = {**node.kwargs, name: value}
+    else:
+        node.args = (*node.args[:index], value, *node.args[index + 1 :])
+
+
+def _local_result(localiser: Localiser, node: Node) -> list[int]:
+    return list(node.meta["layout"].local_shape(localiser.mesh))
+
+
+def _shape_argument(index: int, name: str) -> Callable[[Localiser, Node], None]:
+    def handle(localiser: Localiser, node: Node) -> None:
+        _set_argument(node, index, name, _local_result(localiser, node))
+
+    return handle
+
+
+def _scaled(localiser: Localiser, layout: Layout, dim: int, index: int) -> int:
+    """A bound along `dim` in local terms: chunks shrink with the dim; the far end (2**63 - 1) stays."""
+    whole, local = layout.global_shape[dim], layout.local_shape(localiser.mesh)[dim]
+    if index >= whole:
+        return local
+    if index < 0:
+        index += whole
+    return index * local // whole
+
+
+def _slice(localiser: Localiser, node: Node) -> None:
+    layout = tensor_operands(node)[0].meta["layout"]
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(layout.dims)  # type: ignore[operator]
+    for index, name in ((2, "start"), (3, "end")):
+        bound = node.args[index] if len(node.args) > index else node.kwargs.get(name)
+        if bound is not None:
+            _set_argument(node, index, name, _scaled(localiser, layout, dim, bound))  # type: ignore[arg-type]
+
+
+def _slice_backward(localiser: Localiser, node: Node) -> None:
+    layout = node.meta["layout"]
+    dim = node.args[2] % len(layout.dims)  # type: ignore[operator]
+    start, end = (_scaled(localiser, layout, dim, bound) for bound in node.args[3:5])  # type: ignore[arg-type]
+    node.args = (node.args[0], _local_result(localiser, node), dim, start, end, node.args[5])
+
+
+def _split(localiser: Localiser, node: Node) -> None:
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) or 0
+    sizes = [layout.local_shape(localiser.mesh)[dim] for layout in node.meta["layout"]]  # type: ignore[index]
+    whole = isinstance(node.args[1], (list, tuple))
+    node.args = (node.args[0], sizes if whole else sizes[0], *node.args[2:])
+
+
+def _mean(localiser: Localiser, node: Node) -> None:
+    """The mean of a shard is `n` times its share of the whole mean."""
+    operand, result = tensor_operands(node)[0].meta["layout"], node.meta["layout"]
+    reduced = [axis for axis, _ in result.partial if operand.position(axis) is not None]
+    if reduced:
+        _scale_result(localiser, node, math.prod(localiser.mesh.size(axis) for axis in reduced))
+
+
+def _scale_result(localiser: Localiser, node: Node, divisor: int) -> None:
+    users = list(node.users)
+    with localiser.graph.inserting_before(node.next):
+        localiser.run(node)
+        share = localiser.call(node, aten.div.Scalar, node, divisor, layout=node.meta["layout"])
+    for user in users:
+        user.replace_input_with(node, share)
+
+
+def _split_axes(rule: LeafRule, node: Node, letter: str) -> list[str]:
+    return [s.axis for s in node.meta["choice"] if s.factor >= 0 and rule.factors[s.factor].letter == letter]
+
+
+def _localised_index(localiser: Localiser, node: Node, index: Node, axes: list[str], size: int) -> tuple[Node, Node]:
+    """Indices into this rank's range (0 where outside), and where they are inside."""
+    first = localiser.offset(index, axes, size)
+    shifted = localiser.call(index, aten.sub.Tensor, index, first)
+    above = localiser.call(index, aten.ge.Scalar, shifted, 0)
+    below = localiser.call(index, aten.lt.Scalar, shifted, size)
+    inside = localiser.call(index, aten.bitwise_and.Tensor, above, below)
+    clamped = localiser.call(index, aten.mul.Tensor, shifted, inside)
+    return clamped, inside
+
+
+def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node:
+    missing = value.meta["local_val"].dim() - inside.meta["local_val"].dim()
+    for _ in range(missing):
+        inside = localiser.call(inside, aten.unsqueeze.default, inside, -1)
+    return localiser.call(value, aten.mul.Tensor, value, inside)
+
+
+def _index_axes(node: Node) -> tuple[list[str], Layout]:
+    rule: LeafRule = node.meta["rule"]
+    (_, letter), *_ = rule.indexes
+    return _split_axes(rule, node, letter), tensor_operands(node)[0].meta["layout"]
+
+
+def _contiguous_operands(localiser: Localiser, node: Node) -> None:
+    """The kernel reads statistics as if they were contiguous (wrong numbers from a strided shard in torch 2.13)."""
+    for operand in tensor_operands(node):
+        if not operand.meta["local_val"].is_contiguous():
+            dense = localiser.call(operand, aten.clone.default, operand)
+            dense.kwargs = {"memory_format": torch.contiguous_format}
+            localiser.run(dense)
+            dense.meta["layout"] = operand.meta["layout"]
+            node.replace_input_with(operand, dense)
+
+
+def _embedding(localiser: Localiser, node: Node) -> None:
+    axes, table = _index_axes(node)
+    if axes:
+        index, inside = _localised_index(
+            localiser, node, node.args[1], axes, table.local_shape(localiser.mesh)[0]  # type: ignore[arg-type]
+        )
+        node.args = (node.args[0], index)
+        _mask_result(localiser, node, inside)
+
+
+def _mask_result(localiser: Localiser, node: Node, inside: Node) -> None:
+    users = list(node.users)
+    with localiser.graph.inserting_before(node.next):
+        localiser.run(node)
+        result = _masked(localiser, node, node, inside)
+    result.meta["layout"] = node.meta["layout"]
+    for user in users:
+        user.replace_input_with(node, result)
+
+
+def _embedding_backward(localiser: Localiser, node: Node) -> None:
+    gradient, index, count, padding, *rest = node.args
+    axes = _split_axes(node.meta["rule"], node, node.meta["rule"].indexes[0][1])
+    if not axes:
+        return
+    local = _local_result(localiser, node)[0]
+    if isinstance(padding, int) and padding >= 0:
+        kept = localiser.call(index, aten.ne.Scalar, index, padding)  # type: ignore[arg-type]
+        gradient = _masked(localiser, node, gradient, kept)  # type: ignore[arg-type]
+    index, inside = _localised_index(localiser, node, index, axes, local)  # type: ignore[arg-type]
+    gradient = _masked(localiser, node, gradient, inside)  # type: ignore[arg-type]
+    node.args = (gradient, index, local, -1, *rest)
+    del count
+
+
+def _gather(localiser: Localiser, node: Node) -> None:
+    axes, table = _index_axes(node)
+    if axes:
+        dim = node.args[1] % len(table.dims)  # type: ignore[operator]
+        size = table.local_shape(localiser.mesh)[dim]
+        index, inside = _localised_index(localiser, node, node.args[2], axes, size)  # type: ignore[arg-type]
+        node.args = (node.args[0], node.args[1], index, *node.args[3:])
+        _mask_result(localiser, node, inside)
+
+
+def _scatter_add(localiser: Localiser, node: Node) -> None:
+    axes, table = _index_axes(node)
+    if axes:
+        target, dim, index, source = node.args
+        size = table.local_shape(localiser.mesh)[dim % len(table.dims)]  # type: ignore[operator]
+        index, inside = _localised_index(localiser, node, index, axes, size)  # type: ignore[arg-type]
+        node.args = (target, dim, index, _masked(localiser, node, source, inside))  # type: ignore[arg-type]
+
+
+def _linear(localiser: Localiser, node: Node) -> None:
+    """A partial result takes the bias once: from the rank at 0 on the axes it is partial over."""
+    if len(node.args) < 3 or node.args[2] is None:
+        return
+    for axis, _ in node.meta["layout"].partial:
+        position = localiser.call(node, collectives.coordinate, axis)
+        first = localiser.call(node, operator.eq, position, 0)
+        bias = node.args[2]
+        scaled = localiser.call(bias, aten.mul.Tensor, bias, first)  # type: ignore[arg-type]
+        node.args = (node.args[0], node.args[1], scaled)
+
+
+def _arange(localiser: Localiser, node: Node) -> None:
+    (whole,), (local,) = node.meta["layout"].global_shape, node.meta["layout"].local_shape(localiser.mesh)
+    if whole == local:
+        return
+    numbers = [a for a in node.args if isinstance(a, (int, float))]
+    start, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
+    axes = [axis for factor in node.meta["layout"].dims[0] for axis in factor.axes]
+    first = localiser.offset(node, axes, local)
+    begin = localiser.call(node, operator.mul, first, step)
+    begin = localiser.call(node, operator.add, begin, start)
+    node.target, node.args = aten.arange.start_step, (0, local * step, step)
+    users = list(node.users)
+    with localiser.graph.inserting_before(node.next):
+        localiser.run(node)
+        shifted = localiser.call(node, aten.add.Tensor, node, begin, layout=node.meta["layout"])
+    for user in users:
+        user.replace_input_with(node, shifted)
+
+
+_HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
+    "aten.view": _shape_argument(1, "size"),
+    "aten._unsafe_view": _shape_argument(1, "size"),
+    "aten.reshape": _shape_argument(1, "shape"),
+    "aten.expand": _shape_argument(1, "size"),
+    "aten.full": _shape_argument(0, "size"),
+    "aten.zeros": _shape_argument(0, "size"),
+    "aten.ones": _shape_argument(0, "size"),
+    "aten.empty": _shape_argument(0, "size"),
+    "aten.new_zeros": _shape_argument(1, "size"),
+    "aten.new_full": _shape_argument(1, "size"),
+    "aten.new_ones": _shape_argument(1, "size"),
+    "aten.select_backward": _shape_argument(1, "input_sizes"),
+    "aten.slice": _slice,
+    "aten.slice_backward": _slice_backward,
+    "aten.split": _split,
+    "aten.split_with_sizes": _split,
+    "aten.mean": _mean,
+    "aten.native_layer_norm_backward": _contiguous_operands,
+    "aten.embedding": _embedding,
+    "aten.embedding_dense_backward": _embedding_backward,
+    "aten.gather": _gather,
+    "aten.scatter_add": _scatter_add,
+    "autopar.linear": _linear,
+    "aten.arange": _arange,
+}
+"""Ops whose arguments speak of global sizes or indices, with the rewrite that makes them local."""

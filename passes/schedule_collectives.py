@@ -1,0 +1,291 @@
+"""Let communication run behind computation: each collective becomes a start and a wait, and nodes are put in order.
+
+    w = all_gather(shard, "dp", 0); y = x.mm(w)        ->    p = all_gather_start(shard, "dp", 0)   # a block earlier
+                                                             ...
+                                                             w = wait(p); y = x.mm(w)
+
+Before: a functional part of local tensors with blocking collectives. After: every collective that communicates is a
+start and a wait; the nodes are otherwise the same, and every node still follows its operands (checked). All ranks run
+one graph, so the order of starts is the same everywhere. Numbers stay bit-equal.
+
+Where things go, by what a collective hangs on (a block is a run of nodes of one `layers.N`):
+- *early* (made from the part's inputs by views and casts: parameter gathers): started at the beginning of the block
+  before its first reader, awaited by the reader; fewer blocks ahead when gathered buffers would exceed the budget;
+- *late* (leads only to the part's outputs: gradient reductions): started when its input is ready, awaited at the end
+  of the following block;
+- the rest (activations): started when ready, awaited by the first reader. Weight gradients that are computed before
+  it, and that only late things read, are moved behind its start: they are what it hides behind.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar import collectives
+from autopar.program.parts import Part
+from autopar.program.storages import is_start, is_view, is_wait, local_value, nbytes, output_values
+from passes.editing import edit
+
+aten = torch.ops.aten
+CASTS = (aten._to_copy.default, aten.clone.default, operator.getitem)
+SUMS = (aten.add.Tensor,)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How far communication may run ahead."""
+
+    gathered_bytes: int = 1 << 30
+    """Greatest total of gathered buffers whose first reader hasn't run yet."""
+    outstanding: int = 16
+    """Greatest number of collectives in flight."""
+    blocks_ahead: int = 1
+
+
+def schedule_collectives(part: Part, context: Overlap | None = None) -> Part:
+    """`part` with started and awaited collectives in the order described above."""
+    limits = context if isinstance(context, Overlap) else Overlap()
+    if not any(node.target in collectives.STARTED for node in part.graph.graph.nodes):
+        return part
+    split = edit(part, _split)
+    order = _limited(_ordered(split.graph.graph, limits), limits.outstanding)
+    check_order(split.graph.graph, order)
+    return edit(split, lambda graph: _reorder(graph, order))
+
+
+def check_order(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Asserts that `order` holds each node of `graph` once, operands first, placeholders foremost, output last."""
+    position = {node: index for index, node in enumerate(order)}
+    assert len(order) == len(position) == len(graph.nodes), "schedule_collectives: nodes were lost or doubled"
+    for node in order:
+        for operand in node.all_input_nodes:
+            around = "\n".join(n.format_node() or str(n) for n in order[max(position[node] - 2, 0) :][:5])
+            assert position[operand] < position[node], f"schedule_collectives: {node} precedes {operand}:\n{around}"
+    assert order[-1].op == "output"
+
+
+def _split(graph: fx.Graph) -> None:
+    """Each blocking collective → start and wait."""
+    for node in list(graph.nodes):
+        start = collectives.STARTED.get(node.target) if node.op == "call_function" else None
+        if start is None:
+            continue
+        with graph.inserting_before(node):
+            pending = graph.call_function(start, node.args, node.kwargs)
+            result = graph.call_function(collectives.wait, (pending,))
+        pending.meta, result.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _reorder(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Puts the nodes of `graph` (a copy of what `order` was made for) in that order, matched by name."""
+    nodes = {node.name: node for node in graph.nodes}
+    last: fx.Node | None = None
+    for wanted in order[:-1]:
+        node = nodes[wanted.name]
+        if last is not None:
+            last.append(node)
+        last = node
+
+
+# -- order -------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Times:
+    """When each node is wanted, on the axis of the graph's own positions."""
+
+    graph: fx.Graph
+    limits: Overlap
+    position: dict[fx.Node, float] = field(init=False)
+    begins: list[float] = field(init=False)
+    """First position of each block."""
+    time: dict[fx.Node, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.position = {node: float(index) for index, node in enumerate(self.graph.nodes)}
+        self.begins = list(_block_begins(self.graph))
+        self.time = dict(self.position)
+
+    def block(self, time: float) -> int:
+        return max(bisect.bisect_right(self.begins, time) - 1, 0)
+
+    def begin(self, block: int) -> float:
+        return self.begins[block] if 0 <= block < len(self.begins) else self.begins[0] if block < 0 else float("inf")
+
+
+def _ordered(graph: fx.Graph, limits: Overlap) -> list[fx.Node]:
+    """The nodes by the time at which they are wanted, each after its operands; waits come when asked for."""
+    times = _Times(graph, limits)
+    early = _early(graph)
+    late = _late(graph)
+    _delay_fillers(times, late, early)
+    _place_late(times, late)
+    _place_early(times, early, late)
+    seeds = [node for node in graph.nodes if not is_wait(node)]
+    seeds.sort(key=lambda node: (node.op != "placeholder", node.op == "output", times.time[node]))
+    return list(_operands_first(seeds))
+
+
+def _operands_first(seeds: list[fx.Node]) -> Iterator[fx.Node]:
+    done: set[fx.Node] = set()
+    for seed in seeds:
+        stack = [seed]
+        while stack:
+            node = stack[-1]
+            missing = [operand for operand in node.all_input_nodes if operand not in done]
+            if missing:
+                stack += reversed(missing)
+                continue
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                yield node
+
+
+def _block_begins(graph: fx.Graph) -> Iterator[float]:
+    """Where runs of nodes of one block begin; nodes outside any module belong to the run around them."""
+    current: str | None = None
+    yield 0.0
+    for index, node in enumerate(graph.nodes):
+        block = block_of(node.meta.get("path", ""))
+        if node.op == "call_function" and block and block != current:
+            if current is not None:
+                yield float(index)
+            current = block
+
+
+def started_by(wait: fx.Node) -> fx.Node:
+    """The start that `wait` awaits."""
+    (start,) = wait.all_input_nodes
+    return start
+
+
+def block_of(path: str) -> str:
+    """`"model.layers.3.mlp"` → `"model.layers.3"`; a path without a number → its first name."""
+    numbered = re.match(r"(.*?\.\d+)(\.|$)", path)
+    return numbered.group(1) if numbered else path.partition(".")[0]
+
+
+# -- kinds of nodes ----------------------------------------------------------------------------------------------
+def _early(graph: fx.Graph) -> set[fx.Node]:
+    """What is made from the part's inputs by views, casts and collectives alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_cheap = is_view(node) or node.target in CASTS or is_start(node) or is_wait(node)
+        if node.op in ("placeholder", "get_attr") or (is_cheap and all(n in found for n in node.all_input_nodes)):
+            found.add(node)
+    return {node for node in found if node.op == "call_function"}
+
+
+def _late(graph: fx.Graph) -> set[fx.Node]:
+    """Collectives, and what follows them, that lead only to the part's outputs by sums, views and casts."""
+    tail: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_cheap = is_view(node) or node.target in CASTS or node.target in SUMS or is_start(node) or is_wait(node)
+        if node.op == "call_function" and is_cheap and all(u in tail or u.op == "output" for u in node.users):
+            tail.add(node)
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in tail and (is_start(node) or any(operand in behind for operand in node.all_input_nodes)):
+            behind.add(node)
+    return behind
+
+
+def _fillers(graph: fx.Graph, late: set[fx.Node]) -> set[fx.Node]:
+    """What no collective in the middle and no later part waits for: it leads only to accumulators or late things."""
+    sinks = {n for n in output_values(graph) if isinstance(n, fx.Node) and _is_accumulation(n)} | late
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        ends = node in sinks and all(u.op == "output" or u in sinks for u in node.users)
+        leads = bool(node.users) and all(user in found or user in late for user in node.users)
+        if node.op == "call_function" and not is_start(node) and not is_wait(node) and (ends or leads):
+            found.add(node)
+    return found - late
+
+
+def _is_accumulation(node: fx.Node) -> bool:
+    return node.target in SUMS and any(n.op == "placeholder" for n in node.all_input_nodes)
+
+
+# -- placement ---------------------------------------------------------------------------------------------------
+def _delay_fillers(times: _Times, late: set[fx.Node], early: set[fx.Node]) -> None:
+    """Fillers go behind the next start of the middle kind, if it comes within this block or the next."""
+    middle = [times.position[n] for n in times.graph.nodes if is_start(n) and n not in late and n not in early]
+    for node in _fillers(times.graph, late):
+        position = times.position[node]
+        index = bisect.bisect_left(middle, position)
+        if index < len(middle) and times.block(middle[index]) <= times.block(position) + 1:
+            times.time[node] = middle[index] + 0.5
+
+
+def _place_late(times: _Times, late: set[fx.Node]) -> None:
+    """Starts follow their input; what follows a wait comes at the end of the next block."""
+    for node in times.graph.nodes:
+        if node not in late or is_wait(node):
+            continue
+        ready = max((times.time[operand] for operand in node.all_input_nodes), default=0.0)
+        waits = [operand for operand in node.all_input_nodes if is_wait(operand)]
+        if waits:
+            started = max(times.time[started_by(wait)] for wait in waits)
+            ready = max(ready, times.begin(times.block(started) + 2) - 0.25)
+        times.time[node] = max(times.time[node], ready)
+        for user in node.users:
+            if is_wait(user):
+                times.time[user] = times.time[node]
+
+
+def _place_early(times: _Times, early: set[fx.Node], late: set[fx.Node]) -> None:
+    """Starts come some blocks before their first reader, later where the buffers would exceed the budget."""
+    first_use = {node: _first_use(node, times, early) for node in times.graph.nodes if node in early and is_start(node)}
+    flights: list[tuple[float, float, int]] = []
+    for node, use in sorted(first_use.items(), key=lambda item: item[1]):
+        wanted = times.begin(times.block(use) - times.limits.blocks_ahead) - 0.5
+        size = nbytes(local_value(node))
+        begin = _affordable(wanted, use - 0.25, size, flights, times.limits.gathered_bytes)
+        flights.append((begin, use, size))
+        times.time[node] = begin
+    for node in early:
+        if not is_start(node):
+            times.time[node] = _first_use(node, times, early) - 0.25
+
+
+def _first_use(node: fx.Node, times: _Times, early: set[fx.Node]) -> float:
+    """When the first reader outside the early chain runs."""
+    return min((_first_use(u, times, early) if u in early else times.time[u] for u in node.users), default=float("inf"))
+
+
+def _affordable(wanted: float, latest: float, size: int, flights: list[tuple[float, float, int]], budget: int) -> float:
+    """The first moment from `wanted` on at which the buffers in flight leave room, at the latest `latest`."""
+    for moment in sorted({wanted, *(end for _, end, _ in flights if wanted < end < latest)}):
+        in_flight = sum(held for begin, end, held in flights if end > moment)
+        if in_flight + size <= budget:
+            return moment
+    return latest
+
+
+def _limited(order: list[fx.Node], outstanding: int) -> list[fx.Node]:
+    """The same order with the oldest collective awaited early wherever more than `outstanding` would be in flight."""
+    result: list[fx.Node] = []
+    flying: dict[fx.Node, fx.Node] = {}
+    emitted: set[fx.Node] = set()
+    for node in order:
+        if node in emitted:
+            continue
+        if is_start(node) and len(flying) >= outstanding:
+            oldest = next(iter(flying))
+            result.append(flying.pop(oldest))
+            emitted.add(result[-1])
+        if is_start(node) and node.users:
+            flying[node] = next(iter(node.users))
+        elif is_wait(node):
+            flying.pop(started_by(node), None)
+        result.append(node)
+        emitted.add(node)
+    return result

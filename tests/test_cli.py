@@ -1,0 +1,167 @@
+"""The command line: what it prints where, its exit statuses, and one clear message for each mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from autopar.cli import main
+
+STEP = """
+import torch
+import autopar
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 16)
+        self.down = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+def step(batch=8):
+    torch.manual_seed(0)
+    return autopar.TrainStep(Model(), torch.randn(batch, 8))
+
+def not_a_step():
+    return 7
+
+def broken():
+    return undefined_name
+"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A folder with `model.py`, as the current one."""
+    (tmp_path / "model.py").write_text(STEP)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    """(exit status, stdout, stderr) of one command."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return stopped.value.code or 0, out, err
+
+
+def refused(capsys, *arguments):
+    """The one message of a command that must exit with 2 and print nothing else."""
+    status, out, err = run(capsys, *arguments)
+    assert status == 2, err
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------
+def test_unknown_cluster(capsys, model):
+    message = refused(capsys, "plan", "model.py:step", "--cluster", "8xabacus")
+    assert "abacus" in message and "h100" in message
+
+
+def test_unknown_command_and_option(capsys):
+    assert "No such command" in refused(capsys, "plam")
+    assert "No such option" in refused(capsys, "plan", "m.py:step", "--clutser", "2xcpu")
+    assert "Missing option '--cluster'" in refused(capsys, "plan", "m.py:step")
+
+
+@pytest.mark.parametrize("pin", ["tp", "zero=9", "layers: tp=sideways"])
+def test_malformed_pin(capsys, model, pin):
+    message = refused(capsys, "plan", "model.py:step", "--cluster", "2xcpu", "--pin", pin)
+    assert message.startswith(f"autopar: pin {pin!r}: ")
+
+
+@pytest.mark.parametrize("memory", ["plenty", "-3GiB", "0"])
+def test_malformed_memory(capsys, model, memory):
+    message = refused(capsys, "plan", "model.py:step", "--cluster", "2xcpu", f"--memory={memory}")
+    assert memory in message and "60GiB" in message
+
+
+# -- MODEL -----------------------------------------------------------------------------------------------------------
+def test_unknown_file(capsys, model):
+    message = refused(capsys, "plan", "absent.py:step", "--cluster", "2xcpu")
+    assert "'absent.py': no such file" in message
+
+
+def test_no_factory(capsys, model):
+    assert "names no factory" in refused(capsys, "plan", "model.py", "--cluster", "2xcpu")
+
+
+def test_unknown_factory(capsys, model):
+    message = refused(capsys, "plan", "model.py:stop", "--cluster", "2xcpu")
+    assert "has no function 'stop'; it has step, not_a_step, broken" in message
+
+
+def test_factory_that_returns_something_else(capsys, model):
+    message = refused(capsys, "plan", "model.py:not_a_step", "--cluster", "2xcpu")
+    assert "model.py:not_a_step: returned int; expected an autopar.TrainStep" in message
+
+
+def test_factory_that_raises_names_the_users_line(capsys, model):
+    line = STEP.splitlines().index("    return undefined_name") + 1
+    message = refused(capsys, "plan", "model.py:broken", "--cluster", "2xcpu")
+    assert f"model.py:{line}: broken() raised NameError" in message
+
+
+def test_file_that_is_not_python(capsys, model):
+    (model / "bad.py").write_text("def step(:\n")
+    assert "bad.py:1: " in refused(capsys, "plan", "bad.py:step", "--cluster", "2xcpu")
+
+
+def test_batch_for_a_factory_without_one(capsys, model):
+    message = refused(capsys, "plan", "model.py:step", "--cluster", "2xcpu", "--seq", "8")
+    assert "--seq: model.py:step takes no argument 'seq'" in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 8}'])
+def test_config_that_is_none(capsys, model, text):
+    (model / "config.json").write_text(text)
+    assert "'config.json'" in refused(capsys, "plan", "config.json", "--cluster", "2xcpu")
+
+
+# -- plan files ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", [["explain", "plan.json"], ["diff", "plan.json", "plan.json"]])
+def test_plan_file_that_is_absent(capsys, model, command):
+    assert "plan file 'plan.json': No such file" in refused(capsys, *command)
+
+
+@pytest.mark.parametrize("text", ["", "not JSON", "[1, 2]", '{"mesh": 3}'])
+def test_plan_file_that_is_not_a_plan(capsys, model, text):
+    (model / "plan.json").write_text(text)
+    assert "plan.json" in refused(capsys, "explain", "plan.json")
+    assert "plan.json" in refused(capsys, "verify", "model.py:step", "-c", "2xcpu", "--plan", "plan.json")
+
+
+def test_nothing_is_written_on_a_mistake(capsys, model):
+    refused(capsys, "plan", "model.py:step", "--cluster", "2xabacus", "-o", "plan.json")
+    refused(capsys, "build", "model.py:step", "--cluster", "2xabacus", "-o", "out")
+    assert {file.name for file in model.iterdir()} <= {"model.py", "__pycache__"}
+
+
+def test_run_of_a_directory_that_is_absent(capsys, model):
+    assert "absent" in refused(capsys, "run", "absent")
+
+
+# -- the way through -------------------------------------------------------------------------------------------------
+def test_plan_prints_json_alone_and_the_file_holds_the_plan(capsys, model):
+    status, out, _ = run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--json", "-o", "plan.json")
+    data = json.loads(out)
+    assert status == 0
+    assert data["status"] in ("optimal", "feasible")
+    assert json.loads((model / "plan.json").read_text())["mesh"] == data["mesh"]
+
+
+def test_debug_shows_the_traceback(capsys, model, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_DEBUG", "1")
+    status, _, err = run(capsys, "plan", "model.py:broken", "-c", "2xcpu")
+    assert status == 2 and "Traceback" in err
+
+
+def test_module_and_script_are_the_same_command():
+    command = [sys.executable, "-m", "autopar", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("autopar ")

@@ -1,0 +1,74 @@
+"""What `parallelize` makes of a class and of an instance, before the first step."""
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture import TrainStep
+from autopar.errors import CaptureError, PlanError
+
+
+class Plain(nn.Module):
+    """Has state and an attribute of its own."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.width = width
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+def test_a_class_stays_the_class_that_it_was():
+    Model = autopar.parallelize(Plain)
+    model = Model(width=4)
+    assert Model.__name__ == "Plain" and Model.__doc__ == Plain.__doc__
+    assert isinstance(model, Plain) and model.width == 4
+    assert list(dict(model.named_parameters())) == ["linear.weight", "linear.bias"]
+
+
+def test_a_class_builds_on_meta_and_its_step_too():
+    model = autopar.parallelize(optimizer=torch.optim.SGD)(Plain)()
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    step = model.as_step(torch.zeros(4, 8))
+    assert isinstance(step, TrainStep)
+    assert {p.device.type for p in step.model.parameters()} == {"meta"}
+
+
+def test_an_instance_keeps_its_weights():
+    plain = Plain()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = autopar.parallelize(plain, microbatches=2)
+    assert model is plain and type(model).__name__ == "Plain"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.as_step(torch.zeros(4, 8)).microbatches == 2
+
+
+def test_two_instances_share_nothing():
+    Model = autopar.parallelize(Plain)
+    assert Model()._autopar is not Model()._autopar
+
+
+def test_no_plan_before_the_first_step():
+    with pytest.raises(PlanError, match="first train_step"):
+        _ = autopar.parallelize(Plain())._autopar and autopar.parallelize(Plain()).plan
+
+
+def test_precision_follows_the_cluster():
+    batch = torch.zeros(4, 8)
+    assert autopar.parallelize(Plain(), cluster="2xcpu").as_step(batch).precision == "fp32"
+    assert autopar.parallelize(Plain(), cluster="8xh100").as_step(batch).precision == "mixed"
+    assert autopar.parallelize(Plain(), cluster="8xh100", precision="fp32").as_step(batch).precision == "fp32"
+
+
+@pytest.mark.parametrize("thing", [7, "GPT", dict, lambda: None])
+def test_other_things_are_refused(thing):
+    with pytest.raises(CaptureError, match=r"parallelize: got .*; expected a torch\.nn\.Module"):
+        autopar.parallelize(thing)
+
+
+def test_batches_are_positionals_or_keywords():
+    with pytest.raises(CaptureError, match="one or the other"):
+        autopar.parallelize(Plain()).as_step(torch.zeros(4, 8), y=1)

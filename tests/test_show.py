@@ -1,0 +1,109 @@
+"""A plan as text, tables and HTML."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar import show
+from autopar.cluster import parse_cluster
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.plans import Candidate, CollectiveRow, Estimate, MemoryRow, Plan, StageSpan, ValidFor
+from autopar.units import format_bytes, format_seconds, parse_bytes
+
+LAYERS = range(2)
+
+
+def plan(mesh="pp=2 dp=2", step_s=0.02, up="dp=b") -> Plan:
+    memory = tuple(MemoryRow(stage, "all", 2**20, 2**20, 2**21, 2**19, 2**19, 5 * 2**20) for stage in LAYERS)
+    collectives = (CollectiveRow("dp", "all_reduce", 4, 2**10, 2**12, "shm", 1e-4),)
+    estimate = Estimate(step_s, step_s, 0.0, "optimal", 0.5, 1.5, 2**32, memory, collectives, 0.1, {"compute": step_s})
+    choices = {f"layers.{i}.up/linear/forward#0": up for i in LAYERS} | {
+        f"param:layers.{i}.up.weight": "" for i in LAYERS
+    }
+    return Plan(
+        valid_for=ValidFor("0" * 16, {"x": "f32[8 8]"}, "fp32", "AdamW", 2),
+        cluster=parse_cluster("4xcpu"),
+        mesh=Mesh.parse(mesh),
+        microbatches=2,
+        schedule="1f1b",
+        stages=tuple(StageSpan(f"layers.{i}", f"layers.{i}", f"layers.{i}") for i in LAYERS),
+        node_stage={f"layers.{i}": i for i in LAYERS},
+        choices=choices,
+        recomputed=("layers.1.*",),
+        pins=(),
+        estimate=estimate,
+        candidates=(Candidate(Mesh.parse(mesh), 2, 2, step_s, 2**20, "chosen", ""),),
+    )
+
+
+def test_summary_names_what_matters():
+    text = show.text(plan())
+    for part in (
+        "4xcpu: mesh pp=2 dp=2, 2 microbatches, schedule 1f1b",
+        "step 20.0 ms = compute 20.0 ms; optimal, bound 20.0 ms, gap 0.0%",
+        "layers.*.up.weight (2)  whole",
+        "memory of a rank, of 4.00 GiB",
+        "5.00 MiB",
+        "dp    all_reduce",
+        "1 meshes (1 chosen); captured in 500 ms, solved in 1.50 s",
+    ):
+        assert part in text
+    assert "\x1b" not in text
+
+
+def test_html_is_escaped():
+    html = show.html(replace(plan(), schedule="<b>"))
+    assert "&lt;b&gt;" in html and "<table>" in html
+
+
+def test_explain_a_module_and_a_node():
+    nodes = show.json_tables(show.explain(plan(), "layers.1"))["nodes"]
+    assert nodes == [
+        {"node": "layers.1.up/linear/forward#0", "stage": 1, "choice": "dp=b", "backward": "recomputed"},
+        {"node": "param:layers.1.up.weight", "stage": 1, "choice": "whole", "backward": ""},
+    ]
+    assert len(show.json_tables(show.explain(plan(), "layers.0.up/linear/forward#0"))["nodes"]) == 1
+    assert len(show.json_tables(show.explain(plan(), "layers.*.up"))["nodes"]) == 4
+
+
+def test_explain_nothing():
+    with pytest.raises(PlanError, match=r"'layer': no module or node of the plan; its modules are layers\.0\.up"):
+        show.explain(plan(), "layer")
+
+
+def test_difference_is_in_seconds_and_bytes():
+    tables = show.json_tables(show.difference(plan(), plan(mesh="pp=2 tp=2", step_s=0.01, up="tp=o")))
+    assert {"what": "step_s", "before": 0.02, "after": 0.01} in tables["plan"]
+    assert {"what": "mesh", "before": "pp=2 dp=2", "after": "pp=2 tp=2"} in tables["plan"]
+    assert tables["choices"] == [{"nodes": "layers.*.up/linear/forward#0 (2)", "before": "dp=b", "after": "tp=o"}]
+    text = show.tables_text(show.difference(plan(), plan(step_s=0.01)))
+    assert "20.0 ms  10.0 ms" in text
+
+
+def test_equal_plans_have_no_difference():
+    assert not any(show.json_tables(show.difference(plan(), plan())).values())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("60GiB", 60 * 2**30), ("80 GB", 80 * 10**9), ("1e9", 10**9), ("1.5kib", 1536), (7, 7)]
+)
+def test_bytes_are_read(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "12 parsecs", "nan"])
+def test_bytes_that_are_none(text):
+    with pytest.raises(PlanError, match="memory"):
+        parse_bytes(text)
+
+
+def test_quantities_have_three_digits():
+    assert [format_bytes(v) for v in (0, 999, 1536, 80e9)] == ["0 B", "999 B", "1.50 KiB", "74.5 GiB"]
+    assert [format_seconds(v) for v in (0, 2.5e-5, 0.00125, 1, 123.4)] == [
+        "0 s",
+        "25.0 µs",
+        "1.25 ms",
+        "1.00 s",
+        "123 s",
+    ]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autopar import __version__
-from autopar.errors import Error, VerificationError
+from autopar.errors import Error, PlanError, VerificationError
 
 if TYPE_CHECKING:
     from autopar.capture import ForwardStep, TrainStep
@@ -90,7 +90,14 @@ def _step_options(command: Command) -> Command:
     return command
 
 
-@click.group(help="Compiles a single-device training step into a program that many devices run together.")
+class _InOrder(click.Group):
+    """Lists commands in the order of the flow, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_InOrder, help="Compiles a single-device training step into a program that many devices run together.")
 @click.version_option(__version__, message="autopar %(version)s")
 def autopar() -> None:
     """The group that holds the commands."""
@@ -115,7 +122,7 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
         show.print_tables(show.summary(found))
 
 
-@autopar.command(help="Show a plan, or the choices, layouts and costs of a MODULE or NODE in it.")
+@autopar.command(help="Show a plan, or its choices at a MODULE or NODE.")
 @click.argument("plan_file", metavar="PLAN")
 @click.argument("target", metavar="[MODULE or NODE]", required=False)
 @_json
@@ -146,7 +153,9 @@ def diff(before: str, after: str, as_json: bool) -> None:
     _print_tables(tables, as_json)
 
 
-@autopar.command(help=f"Prove a program equal to the single-device step, on a virtual mesh.\n\n{_MODEL_HELP}")
+@autopar.command(
+    help=f"Prove a program equal to the single-device step.\n\nRuns all ranks on a virtual mesh. {_MODEL_HELP}"
+)
 @_step_options
 @click.option("--plan", "plan_file", metavar="PLAN", help="Verify this plan instead of searching for one.")
 @_json
@@ -167,13 +176,12 @@ def verify(as_json: bool, **options: Any) -> None:
 @_json
 def build(output: str, as_json: bool, **options: Any) -> None:
     """MODEL (and a plan) → directory."""
-    from autopar.running import origin_of, require_new
+    from autopar.running import ORIGIN, origin_of
 
     directory = Path(output)
-    require_new(directory)
     request = _request(**options)
-    _program(request).save(directory)
-    origin_of(request.model, request.step, directory).write(directory)
+    origin = origin_of(request.model, request.step, directory)
+    _program(request).save(directory, extra={ORIGIN: origin.to_json()})
     files = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
     if as_json:
         _print_json({"directory": output, "files": files})
@@ -182,7 +190,7 @@ def build(output: str, as_json: bool, **options: Any) -> None:
         click.echo(f"next: autopar run {output} --steps 10")
 
 
-@autopar.command(help="Run a built program: starts its ranks here, or is one of them under torchrun.")
+@autopar.command(help="Run a built program.\n\nStarts its ranks on this machine, or is one of them under torchrun.")
 @click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Optimizer steps.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights, batches and dropout.")
@@ -246,7 +254,7 @@ def _request(
     from autopar.plans import Plan
     from autopar.units import parse_bytes
 
-    return Request(
+    request = Request(
         model,
         StepOptions(batch, seq, microbatches, precision),
         parse_cluster(cluster),
@@ -254,6 +262,18 @@ def _request(
         None if memory is None else parse_bytes(memory),
         Plan.load(plan_file) if plan_file else None,
     )
+    _require_consistent(request)
+    return request
+
+
+def _require_consistent(request: Request) -> None:
+    """A given plan stands as it is: it must be for the cluster asked for, and nothing may narrow it."""
+    if request.plan is None:
+        return
+    if str(request.plan.cluster) != str(request.cluster):
+        raise PlanError(f"--cluster {request.cluster}: the plan is for {request.plan.cluster}; give that, or plan anew")
+    if request.pins != type(request.pins)() or request.memory is not None:
+        raise PlanError("--plan: the plan is fixed; --pin and --memory narrow a search, so leave them or --plan out")
 
 
 def _load(request: Request) -> TrainStep | ForwardStep:

@@ -53,9 +53,7 @@ def attention(
     """
     if q.device.type == "cpu":
         bias = _additive(mask, q.dtype)
-        result = _ops._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
-        )
+        result = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
         return _sequence_major(result[0]), result[1]
     if _fits_flash(q, mask):
         result = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
@@ -139,7 +137,7 @@ def _ungrouped(kv: Tensor, heads: int) -> Tensor:
 
 
 def _grouped_sum(grad: Tensor, groups: int) -> Tensor:
-    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
+    return grad if grad.shape[1] == groups else grad.view(grad.shape[0], groups, -1, *grad.shape[2:]).sum(2)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -229,8 +227,8 @@ def _second_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
     raise NotImplementedError("second derivatives of autopar's composite ops are not supported")
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("autopar", "DEF")
+def _register() -> Any:
+    library: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
     table: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "linear": (linear, _fake_linear),
         "linear_dx": (linear_dx, _fake_linear_dx),

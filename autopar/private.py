@@ -42,6 +42,7 @@ def new_fake_mode(*, symbolic: bool = False) -> Any:
 
 
 def is_fake(value: object) -> bool:
+    """Whether `value` is a tensor without data."""
     return isinstance(value, _private("torch._subclasses", "FakeTensor"))
 
 
@@ -132,7 +133,7 @@ def sequence_number_of(grad_fn: Any) -> int:
 
 # -- initialisation --------------------------------------------------------------------------------------------------
 
-_INITIALIZERS = torch.library.Library("autopar_init", "DEF")
+_INITIALIZERS: Any = torch.library.Library("autopar_init", "DEF")  # type: ignore[no-untyped-call]
 _INITIALIZERS.define(
     "trunc_normal_(Tensor(a!) x, float mean, float std, float a, float b) -> Tensor(a!)",
     tags=(torch.Tag.nondeterministic_seeded,),
@@ -178,11 +179,23 @@ def traceable_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _max(a: Any, b: Any) -> Any:
-    return torch.clamp(a, min=b) if isinstance(a, Tensor) else torch.clamp(b, min=a) if isinstance(b, Tensor) else max(a, b)
+    return (
+        torch.clamp(a, min=b)
+        if isinstance(a, Tensor)
+        else torch.clamp(b, min=a)
+        if isinstance(b, Tensor)
+        else max(a, b)
+    )
 
 
 def _min(a: Any, b: Any) -> Any:
-    return torch.clamp(a, max=b) if isinstance(a, Tensor) else torch.clamp(b, max=a) if isinstance(b, Tensor) else min(a, b)
+    return (
+        torch.clamp(a, max=b)
+        if isinstance(a, Tensor)
+        else torch.clamp(b, max=a)
+        if isinstance(b, Tensor)
+        else min(a, b)
+    )
 
 
 @contextlib.contextmanager
@@ -204,6 +217,7 @@ def _swapped(namespace: dict[str, Any], **values: Any) -> Iterator[None]:
 
 
 def is_hugging_face(model: nn.Module) -> bool:
+    """Whether a part of `model` comes from transformers."""
     return any(cls.__module__.startswith("transformers.") for module in model.modules() for cls in type(module).__mro__)
 
 
@@ -219,7 +233,9 @@ def traceable_hugging_face(model: nn.Module, *, packed: bool) -> Iterator[None]:
         if not packed:
             masks = _private("transformers.masking_utils", "__dict__")
             if "find_packed_sequence_indices" not in masks:
-                raise CaptureError("transformers.masking_utils has no find_packed_sequence_indices; use transformers 5")
+                raise CaptureError(
+                    "transformers.masking_utils has no find_packed_sequence_indices; use transformers 4.56 to 5"
+                )
             stack.enter_context(_swapped(masks, find_packed_sequence_indices=lambda position_ids: None))
         yield
 

@@ -3,8 +3,8 @@
     status = start_ranks("out/", ["--steps", "10"])     # one process for each rank, each running the next line
     for metrics in run_rank("out/", steps=10, seed=0): ...
 
-Beside the program, `origin.json` says which MODEL it was built from: that file's `batches()` feeds the run; without
-one, random batches of the first batch's shapes and kinds of values do.
+`autopar build` leaves `origin.json` beside the program: the MODEL that it was built from. That file's `batches()` feeds
+the run; without one, random batches like the step's own; without an origin, random batches of the plan's shapes.
 
 Invariant: every rank draws the same batches.
 """
@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.boundary import parse_json
-from autopar.errors import Error, PlanError
+from autopar.errors import PlanError
 from autopar.models import StepOptions, load_module, load_step
+from autopar.plans import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ORIGIN = "origin.json"
 
@@ -33,17 +39,8 @@ class Origin:
     model: str
     options: StepOptions
 
-    @classmethod
-    def read(cls, directory: Path) -> Origin:
-        """The origin of the program in `directory`; raises `PlanError` where there is none."""
-        file = directory / ORIGIN
-        if not file.is_file():
-            raise PlanError(f"{directory}: no built program here ({ORIGIN} is missing); make one with `autopar build`")
-        return parse_json(cls, file.read_text(encoding="utf-8"), str(file))
-
-    def write(self, directory: Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=2)
-        (directory / ORIGIN).write_text(text + "\n", encoding="utf-8")
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
 def origin_of(model: str, options: StepOptions, directory: Path) -> Origin:
@@ -52,41 +49,69 @@ def origin_of(model: str, options: StepOptions, directory: Path) -> Origin:
     return Origin(os.path.relpath(path, directory) + colon + factory, options)
 
 
-def batches(origin: Origin, directory: Path, seed: int) -> tuple[str, Iterator[Any]]:
-    """Where the batches come from, for people, and the batches."""
+def read_origin(directory: Path) -> Origin | None:
+    """The origin of the program in `directory`, if `autopar build` left one."""
+    file = directory / ORIGIN
+    return parse_json(Origin, file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
+
+
+# -- batches -----------------------------------------------------------------------------------------------------
+def batches(directory: Path, seed: int) -> tuple[str, Iterator[Any]]:
+    """Where the batches of the program in `directory` come from, for people, and the batches."""
+    origin = read_origin(directory)
+    if origin is None:
+        shapes = Plan.load(directory / "plan.json").valid_for.batch_shapes
+        return f"random, integers 0 and 1, seed {seed}", _random_batches(_examples(shapes), dict, seed)
     model = str(directory / origin.model)
-    path = model.rpartition(":")[0]
     if not model.endswith(".json"):
+        path = model.rpartition(":")[0]
         function = getattr(load_module(path), "batches", None)
         if callable(function):
             return f"batches() of {Path(path).name}", iter(function())
     step = load_step(model, origin.options)
-    return f"random, seed {seed}", _random_batches(step, seed)
+    return f"random, seed {seed}", _random_batches(step.batch_tensors(), step.form.rebuild, seed)
 
 
-def _random_batches(step: Any, seed: int) -> Iterator[Any]:
-    """Batches like the step's own: normal floats; integers and booleans drawn from those of the first batch."""
+def _examples(shapes: dict[str, str]) -> dict[str, Tensor]:
+    """A tensor of zeros and ones for each type text, `{"tokens": "i64[8 128]"}`."""
+    import torch
+
+    from autopar.program.saved import parse_value
+
+    values = {name: parse_value(text, f"plan: batch tensor {name!r}") for name, text in shapes.items()}
+    return {
+        name: (torch.arange(math.prod(value.layout.global_shape)) % 2)
+        .to(value.dtype)
+        .reshape(value.layout.global_shape)
+        for name, value in values.items()
+    }
+
+
+def _random_batches(like: dict[str, Tensor], build: Callable[[dict[str, Tensor]], Any], seed: int) -> Iterator[Any]:
+    """Normal floats; integers and booleans drawn from those of the tensors in `like`."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-
-    def like(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        picks = torch.randint(max(1, tensor.numel()), tensor.shape, generator=generator)
-        return tensor.flatten()[picks]
-
     while True:
-        yield step.form.rebuild({name: like(tensor) for name, tensor in step.batch_tensors().items()})
+        yield build({name: _random_like(tensor, generator) for name, tensor in like.items()})
 
 
+def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    import torch
+
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+    picks = torch.randint(max(1, tensor.numel()), tensor.shape, generator=generator)
+    return tensor.flatten()[picks]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------
 def run_rank(directory: str, steps: int, seed: int) -> Iterator[dict[str, Any]]:
     """This rank's part of a run; yields first where the batches come from, then the metrics of each step."""
     from autopar.program.program import Program
 
     folder = Path(directory)
-    origin = Origin.read(folder)
-    source, feed = batches(origin, folder, seed)
+    source, feed = batches(folder, seed)
     trainer = Program.load(folder).start(seed=seed)
     yield {"batches": source}
     try:
@@ -98,12 +123,12 @@ def run_rank(directory: str, steps: int, seed: int) -> Iterator[dict[str, Any]]:
 
 def start_ranks(directory: str, arguments: list[str]) -> int:
     """Starts the program's ranks on this machine; returns the exit status of the first that fails, or 0."""
-    from autopar.plans import Plan
     from autopar.program.launch import run_ranks
 
-    folder = Path(directory)
-    Origin.read(folder)
-    plan = Plan.load(folder / "plan.json")
+    file = Path(directory) / "plan.json"
+    if not file.is_file():
+        raise PlanError(f"{directory}: no built program here ({file.name} is missing); make one with `autopar build`")
+    plan = Plan.load(file)
     return run_ranks(plan.mesh.num_ranks, ["-m", "autopar", "run", directory, *arguments])
 
 
@@ -115,9 +140,3 @@ def is_rank() -> bool:
 def is_first_rank() -> bool:
     """Whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def require_new(directory: Path) -> None:
-    """Raises `Error` for a directory that holds anything but an earlier build."""
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / ORIGIN).is_file():
-        raise Error(f"{directory}: isn't empty and holds no earlier build; name another directory")

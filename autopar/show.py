@@ -144,7 +144,7 @@ def _step_line(plan: Plan) -> str:
 def _search_line(plan: Plan) -> str:
     outcomes = Counter(candidate.status for candidate in plan.candidates)
     tried = ", ".join(f"{count} {status}" for status, count in outcomes.items())
-    searched = f"{sum(outcomes.values())} meshes ({tried}); " if outcomes else ""
+    searched = f"meshes tried: {tried}; " if outcomes else ""
     estimate = plan.estimate
     return f"{searched}captured in {format_seconds(estimate.capture_s)}, solved in {format_seconds(estimate.solve_s)}"
 
@@ -250,7 +250,7 @@ def tables_text(tables: Sequence[Table]) -> str:
 def print_tables(tables: Sequence[Table]) -> None:
     """On a terminal with rich, otherwise as plain text."""
     if not sys.stdout.isatty():
-        print(tables_text(tables))
+        sys.stdout.write("".join(f"{line}\n" for line in tables_text(tables).splitlines()))
         return
     from rich.console import Console
 

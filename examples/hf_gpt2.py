@@ -33,7 +33,9 @@ CONFIG = GPT2Config(
 def build() -> GPT2LMHeadModel:
     """The model with random weights, the same in each process."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(CONFIG)
+    model = GPT2LMHeadModel(CONFIG)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to for this class, without its warning
+    return model
 
 
 def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

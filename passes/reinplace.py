@@ -77,11 +77,18 @@ class _Storage:
     death: dict[Origin, int] = field(init=False)
     writers: dict[Origin, frozenset[fx.Node]] = field(init=False)
     """Donated input → the nodes that may write it."""
+    returned: dict[Origin, set[Slot]] = field(init=False)
+    """Storage → the slots that are returned in it."""
+
+    slot_of: dict[Origin, Slot] = field(init=False)
+    """Input storage → its slot."""
 
     def __post_init__(self) -> None:
         self.lives = lifetimes(self.graph)
+        self.slot_of = {(node, 0): slot for slot, node in _placeholders(self.part, self.graph).items()}
         self.death = dict(self.lives.death)
         self.writers = dict(self._donations())
+        self.returned = self._returned()
 
     def _donations(self) -> Iterator[tuple[Origin, frozenset[fx.Node]]]:
         placeholders = _placeholders(self.part, self.graph)
@@ -91,6 +98,13 @@ class _Storage:
                 yield (node, 0), _way_to(results[slot], node)
             elif slot.kind == "accumulator" and self.part.name == "update":
                 yield (node, 0), frozenset(self.graph.nodes)
+
+    def _returned(self) -> dict[Origin, set[Slot]]:
+        returned: dict[Origin, set[Slot]] = {}
+        for value, slot in zip(output_values(self.graph), self.part.outputs, strict=True):
+            for origin in self.lives.of(value) if isinstance(value, fx.Node) else ():
+                returned.setdefault(origin, set()).add(slot)
+        return returned
 
     def of(self, node: fx.Node) -> frozenset[Origin]:
         return frozenset(self._current(origin) for origin in self.lives.of(node))
@@ -107,8 +121,13 @@ class _Storage:
             return False
         (origin,) = origins
         owner, _ = origin
-        owned = owner.op == "call_function" or writer in self.writers.get(origin, ())
+        owned = owner.op == "call_function" or self._may_write_input(origin, writer)
         return owned and self.death[origin] <= self.lives.position[writer]
+
+    def _may_write_input(self, origin: Origin, writer: fx.Node) -> bool:
+        """Whether `writer` is on the way to the output of a donated input, and isn't returned in another slot."""
+        elsewhere = self.returned.get((writer, 0), set()) - {self.slot_of.get(origin)}
+        return writer in self.writers.get(origin, ()) and not elsewhere
 
     def merge(self, node: fx.Node, operand: fx.Node) -> None:
         """From now on `node`'s value lies in `operand`'s storage."""

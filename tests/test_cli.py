@@ -156,6 +156,26 @@ def test_plan_prints_json_alone_and_the_file_holds_the_plan(capsys, model):
     assert json.loads((model / "plan.json").read_text())["mesh"] == data["mesh"]
 
 
+def test_a_given_plan_is_for_its_cluster_and_stands_as_it_is(capsys, model):
+    run(capsys, "plan", "model.py:step", "-c", "2xcpu", "-o", "plan.json")
+    verify = ["verify", "model.py:step", "--plan", "plan.json"]
+    assert "the plan is for 2xcpu" in refused(capsys, *verify, "-c", "4xcpu")
+    assert "leave them or --plan out" in refused(capsys, *verify, "-c", "2xcpu", "--pin", "dp=2")
+
+
+def test_build_leaves_other_folders_alone(capsys, model):
+    assert "is no saved program" in refused(capsys, "build", "model.py:step", "-c", "2xcpu", "-o", ".")
+
+
+def test_build_then_run(capfd, model):
+    status, _, err = run(capfd, "build", "model.py:step", "-c", "2xcpu", "-o", "out")
+    assert status == 0, err
+    status, out, err = run(capfd, "run", "out", "--steps", "3", "--json")
+    assert status == 0, err
+    report = json.loads(out)
+    assert report["batches"] == "random, seed 0" and len(report["steps"]) == 3
+
+
 def test_debug_shows_the_traceback(capsys, model, monkeypatch):
     monkeypatch.setenv("AUTOPAR_DEBUG", "1")
     status, _, err = run(capsys, "plan", "model.py:broken", "-c", "2xcpu")

@@ -7,6 +7,8 @@ from torch import nn
 import autopar
 from autopar.capture import TrainStep
 from autopar.errors import CaptureError, PlanError
+from autopar.program.launch import run_ranks
+from tests.small_plan import small_plan
 
 
 class Plain(nn.Module):
@@ -53,7 +55,7 @@ def test_two_instances_share_nothing():
 
 def test_no_plan_before_the_first_step():
     with pytest.raises(PlanError, match="first train_step"):
-        _ = autopar.parallelize(Plain())._autopar and autopar.parallelize(Plain()).plan
+        _ = autopar.parallelize(Plain()).plan
 
 
 def test_precision_follows_the_cluster():
@@ -72,3 +74,31 @@ def test_other_things_are_refused(thing):
 def test_batches_are_positionals_or_keywords():
     with pytest.raises(CaptureError, match="one or the other"):
         autopar.parallelize(Plain()).as_step(torch.zeros(4, 8), y=1)
+
+
+AGREE = """
+import os, sys
+from autopar.decorator import agree
+from autopar.errors import InfeasibleError
+from autopar.plans import Plan
+
+def make():
+    assert os.environ["RANK"] == "0"
+    if sys.argv[1] == "fail":
+        raise InfeasibleError("needs 9 GiB")
+    return Plan.load(sys.argv[1])
+
+try:
+    print(agree(make).mesh)
+except InfeasibleError as error:
+    sys.exit(0 if "needs 9 GiB" in str(error) and sys.argv[1] == "fail" else 1)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["plan", "fail"])
+def test_ranks_agree_on_the_plan_or_the_mistake_of_rank_0(tmp_path, capfd, case):
+    small_plan("dp=2", "2xcpu").save(tmp_path / "plan.json")
+    argument = str(tmp_path / "plan.json") if case == "plan" else "fail"
+    assert run_ranks(2, ["-c", AGREE, argument], timeout_s=60) == 0
+    assert case == "fail" or "dp=2" in capfd.readouterr().out

@@ -1,11 +1,14 @@
 """Where a saved program's batches come from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from autopar.errors import Error, PlanError
+from autopar.errors import PlanError
 from autopar.models import StepOptions
-from autopar.running import Origin, batches, origin_of, require_new
+from autopar.running import ORIGIN, Origin, batches, origin_of, read_origin, start_ranks
+from tests.small_plan import small_plan
 
 MODEL = """
 import torch, autopar
@@ -31,37 +34,44 @@ def built(tmp_path):
     return tmp_path / "out"
 
 
+def leave(built, origin: Origin) -> None:
+    (built / ORIGIN).write_text(origin.to_json())
+
+
 def test_origin_is_found_from_the_directory(built):
     origin = origin_of(f"{built.parent}/model.py:step", StepOptions(batch=4, precision="fp32"), built)
     assert origin.model == "../model.py:step"
-    origin.write(built)
-    assert Origin.read(built) == origin
+    leave(built, origin)
+    assert read_origin(built) == origin
 
 
 def test_directory_without_a_program(tmp_path):
     with pytest.raises(PlanError, match=r"no built program here.*autopar build"):
-        Origin.read(tmp_path)
+        start_ranks(str(tmp_path), [])
 
 
 def test_random_batches_are_like_the_first_and_the_same_for_a_seed(built):
-    origin = Origin("../model.py:step", StepOptions())
-    source, feed = batches(origin, built, seed=3)
+    leave(built, Origin("../model.py:step", StepOptions()))
+    source, feed = batches(built, seed=3)
     first, second = next(feed), next(feed)
     assert source == "random, seed 3"
     assert first["tokens"].shape == (4, 2) and first["tokens"].max() < 8
     assert first["weights"].dtype == torch.float32 and not torch.equal(first["weights"], second["weights"])
-    assert torch.equal(next(batches(origin, built, seed=3)[1])["weights"], first["weights"])
+    assert torch.equal(next(batches(built, seed=3)[1])["weights"], first["weights"])
 
 
 def test_the_files_own_batches_come_first(built):
     file = built.parent / "model.py"
     file.write_text(file.read_text() + "\ndef batches():\n    yield 7\n")
-    source, feed = batches(Origin("../model.py:step", StepOptions()), built, seed=0)
+    leave(built, Origin("../model.py:step", StepOptions()))
+    source, feed = batches(built, seed=0)
     assert source == "batches() of model.py" and list(feed) == [7]
 
 
-def test_only_an_earlier_build_is_overwritten(built):
-    require_new(built)
-    (built / "thesis.txt").write_text("mine")
-    with pytest.raises(Error, match="holds no earlier build"):
-        require_new(built)
+def test_without_an_origin_the_plans_shapes_are_filled(built):
+    shapes = {"x": "f32[8 4]", "labels": "i64[8]"}
+    plan = small_plan("dp=2", "2xcpu")
+    replace(plan, valid_for=replace(plan.valid_for, batch_shapes=shapes)).save(built / "plan.json")
+    batch = next(batches(built, seed=0)[1])
+    assert batch["x"].shape == (8, 4) and batch["x"].dtype == torch.float32
+    assert set(batch["labels"].tolist()) <= {0, 1} and batch["labels"].dtype == torch.int64

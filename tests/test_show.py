@@ -1,40 +1,16 @@
 """A plan as text, tables and HTML."""
 
+import functools
 from dataclasses import replace
 
 import pytest
 
 from autopar import show
-from autopar.cluster import parse_cluster
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
-from autopar.plans import Candidate, CollectiveRow, Estimate, MemoryRow, Plan, StageSpan, ValidFor
 from autopar.units import format_bytes, format_seconds, parse_bytes
+from tests.small_plan import small_plan
 
-LAYERS = range(2)
-
-
-def plan(mesh="pp=2 dp=2", step_s=0.02, up="dp=b") -> Plan:
-    memory = tuple(MemoryRow(stage, "all", 2**20, 2**20, 2**21, 2**19, 2**19, 5 * 2**20) for stage in LAYERS)
-    collectives = (CollectiveRow("dp", "all_reduce", 4, 2**10, 2**12, "shm", 1e-4),)
-    estimate = Estimate(step_s, step_s, 0.0, "optimal", 0.5, 1.5, 2**32, memory, collectives, 0.1, {"compute": step_s})
-    choices = {f"layers.{i}.up/linear/forward#0": up for i in LAYERS} | {
-        f"param:layers.{i}.up.weight": "" for i in LAYERS
-    }
-    return Plan(
-        valid_for=ValidFor("0" * 16, {"x": "f32[8 8]"}, "fp32", "AdamW", 2),
-        cluster=parse_cluster("4xcpu"),
-        mesh=Mesh.parse(mesh),
-        microbatches=2,
-        schedule="1f1b",
-        stages=tuple(StageSpan(f"layers.{i}", f"layers.{i}", f"layers.{i}") for i in LAYERS),
-        node_stage={f"layers.{i}": i for i in LAYERS},
-        choices=choices,
-        recomputed=("layers.1.*",),
-        pins=(),
-        estimate=estimate,
-        candidates=(Candidate(Mesh.parse(mesh), 2, 2, step_s, 2**20, "chosen", ""),),
-    )
+plan = functools.partial(small_plan, "pp=2 dp=2", "4xcpu")
 
 
 def test_summary_names_what_matters():
@@ -46,7 +22,7 @@ def test_summary_names_what_matters():
         "memory of a rank, of 4.00 GiB",
         "5.00 MiB",
         "dp    all_reduce",
-        "1 meshes (1 chosen); captured in 500 ms, solved in 1.50 s",
+        "meshes tried: 1 chosen; captured in 500 ms, solved in 1.50 s",
     ):
         assert part in text
     assert "\x1b" not in text
@@ -73,7 +49,7 @@ def test_explain_nothing():
 
 
 def test_difference_is_in_seconds_and_bytes():
-    tables = show.json_tables(show.difference(plan(), plan(mesh="pp=2 tp=2", step_s=0.01, up="tp=o")))
+    tables = show.json_tables(show.difference(plan(), small_plan("pp=2 tp=2", "4xcpu", step_s=0.01, up="tp=o")))
     assert {"what": "step_s", "before": 0.02, "after": 0.01} in tables["plan"]
     assert {"what": "mesh", "before": "pp=2 dp=2", "after": "pp=2 tp=2"} in tables["plan"]
     assert tables["choices"] == [{"nodes": "layers.*.up/linear/forward#0 (2)", "before": "dp=b", "after": "tp=o"}]

@@ -53,7 +53,9 @@ class BatchForm:
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         wanted = [name for name, value in expected.items() if isinstance(value, Tensor)]
         if sorted(tensors) != sorted(wanted):
-            raise CaptureError(f"batch: got tensors {sorted(tensors)}; expected {sorted(wanted)}, as in the first batch")
+            raise CaptureError(
+                f"batch: got tensors {sorted(tensors)}; expected {sorted(wanted)}, as in the first batch"
+            )
         return {name: tensors[name] for name in wanted}
 
     def rebuild(self, tensors: Mapping[str, Tensor]) -> Any:
@@ -127,6 +129,7 @@ def microbatch(tensors: Mapping[str, Tensor], index: int, microbatches: int) -> 
 
 
 def check_divides(size: int, microbatches: int) -> None:
+    """Raises `CaptureError` unless the batch splits into equal microbatches."""
     if microbatches > 0 and size % microbatches == 0:
         return
     divisors = [n for n in range(1, size + 1) if size % n == 0]

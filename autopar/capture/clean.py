@@ -55,8 +55,9 @@ def insert(before: fx.Node, mode: Any, target: Any, *args: Any, **kwargs: Any) -
 
 def _fake_value(node: fx.Node, mode: Any) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
+    target: Any = node.target
     with mode, torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
 
 
 # -- decompositions --------------------------------------------------------------------------------------------------
@@ -91,11 +92,12 @@ def _drop_device(node: fx.Node) -> None:
 
 def _clamp_end(node: fx.Node, mode: Any) -> None:
     """`x[a:]` has 2**63 - 1 as its end: the size says it better."""
-    sizes = node.args[1] if node.target == aten.slice_backward.default else node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    at = 2 if node.target == aten.slice_backward.default else 1
-    if len(node.args) <= at + 2:
+    args: Any = node.args
+    is_backward = node.target == aten.slice_backward.default
+    sizes, at = (args[1], 2) if is_backward else (args[0].meta["val"].shape, 1)
+    if len(args) <= at + 2:
         return
-    size, end = sizes[node.args[at]], node.args[at + 2]  # type: ignore[index,call-overload]
+    size, end = sizes[args[at]], args[at + 2]
     if isinstance(size, int) and isinstance(end, int) and end > size:
         node.update_arg(at + 2, size)
 
@@ -153,20 +155,22 @@ def _same_value(node: fx.Node) -> fx.Node | None:
 
 def _permutes(node: fx.Node) -> bool:
     """A permutation of equal sizes looks alike (strides differ, but for sizes of 1)."""
-    return node.target == aten.permute.default and list(node.args[1]) != sorted(node.args[1])  # type: ignore[arg-type,type-var]
+    args: Any = node.args
+    return node.target == aten.permute.default and list(args[1]) != sorted(args[1])
 
 
 def _undoes(node: fx.Node, source: fx.Node) -> bool:
     """Whether `node`, a view of the view `source`, gives back what `source` was made from."""
-    origin: Any = source.args[0]
+    outer: Any = node.args
+    inner: Any = source.args
     if node.target == aten.t.default:
         return True
     if node.target == aten.transpose.int:
         rank = node.meta["val"].dim()
-        return {d % rank for d in node.args[1:]} == {d % rank for d in source.args[1:]}  # type: ignore[operator]
+        return {d % rank for d in outer[1:]} == {d % rank for d in inner[1:]}
     if node.target == aten.permute.default:
-        return [source.args[1][d] for d in node.args[1]] == list(range(len(node.args[1])))  # type: ignore[index,union-attr,arg-type]
-    return _alike(node, origin)
+        return [inner[1][d] for d in outer[1]] == list(range(len(outer[1])))
+    return _alike(node, inner[0])
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
@@ -206,12 +210,13 @@ def _merge_equal(graph: fx.Graph) -> None:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the op's output shares its input's memory."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    target: Any = node.target
+    schema = target._schema
     return any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
 
 
 def _erase_profiling(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if "profiler._record_function" in str(node.target):
-            node.replace_all_uses_with(None)  # type: ignore[arg-type]
+            node.replace_all_uses_with(None)
             graph.erase_node(node)

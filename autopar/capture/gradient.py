@@ -49,6 +49,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
+    """The gradient graph, the roles of its outputs, and the values of constants made in the forward."""
+
     graph: fx.GraphModule
     outputs: tuple[Role, ...]
     constants: dict[str, Tensor]

@@ -109,10 +109,10 @@ def outputs(graph: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def op_name(node: fx.Node) -> str:
-    """"linear" for `autopar::linear`, "view" for `aten::view`."""
+    """ "linear" for `autopar::linear`, "view" for `aten::view`."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target.overloadpacket.__name__
+        return str(target.overloadpacket.__name__)
     name = str(getattr(target, "__name__", target))
     return name if name == "getitem" else f"python.{name}"
 
@@ -167,7 +167,9 @@ def _graph_lines(graph: fx.Graph) -> Iterator[str]:
         described = fx.node.map_arg((node.args, node.kwargs), lambda other: f"%{index[other]}")
         target = node.target if node.op == "call_function" else node.op
         where = node.meta.get("key", "")
-        yield re.sub(r" at 0x[0-9a-f]+", "", f"%{i} = {target} {described} : {_value_text(node.meta.get('val'))} {where}")
+        yield re.sub(
+            r" at 0x[0-9a-f]+", "", f"%{i} = {target} {described} : {_value_text(node.meta.get('val'))} {where}"
+        )
 
 
 def _value_text(value: Any) -> str:

@@ -30,7 +30,7 @@ from autopar.errors import CaptureError
 Consume = Callable[[str, Tensor], None]
 
 _MARK = 0x6175746F7061_0000
-"""While recording, the generator carries this seed + the number of random ops so far: any other was set by the factory."""
+"""While recording, the generator's seed is this + the number of random ops so far; any other was set by the factory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ def record(factory: Callable[[], nn.Module]) -> Recording:
     return recorder.recording
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = private.new_fake_mode()
         self.recording = Recording()
         self._storages: dict[int, int] = {}

@@ -13,11 +13,11 @@ from __future__ import annotations
 import bisect
 import functools
 import linecache
-import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -27,10 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import private
 
-_AUTOPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_STANDARD = sysconfig.get_path("stdlib")
-_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_SKIPPED = (Path(__file__).absolute().parents[1], Path(torch.__file__).absolute().parent)
+_INSTALLED = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
+_STANDARD = Path(sysconfig.get_path("stdlib"))
 
 
 class Labels:
@@ -72,10 +71,11 @@ class Labels:
         self.phase = "backward"
         self._paths, self._source = [""], self._labels[-1]["source"]
         self._mark()
-        pending, seen = [loss.grad_fn], {None}
+        seen: set[Any] = {None}
+        pending: list[Any] = [loss.grad_fn]
         while pending:
             grad_fn = pending.pop()
-            if grad_fn in seen or grad_fn is None:
+            if grad_fn in seen:
                 continue
             seen.add(grad_fn)
             pending.extend(parent for parent, _ in grad_fn.next_functions)
@@ -130,13 +130,13 @@ class CallMode(TorchFunctionMode):
 
 @functools.lru_cache(maxsize=4096)
 def _ownership(filename: str) -> str:
-    """"user", "library" (installed code that may hold the model) or "skip" (torch, autopar, Python itself)."""
-    path = os.path.abspath(filename)
-    if filename.startswith(("<frozen", "<string", "<eval")) or path.startswith((_AUTOPAR + os.sep, _TORCH + os.sep)):
+    """Whose code it is: "user", "library" (installed; may hold the model) or "skip" (torch, autopar, Python)."""
+    roots = Path(filename).absolute().parents
+    if filename.startswith(("<frozen", "<string", "<eval")) or any(root in roots for root in _SKIPPED):
         return "skip"
-    if path.startswith(tuple(root + os.sep for root in _INSTALLED)):
+    if any(root in roots for root in _INSTALLED):
         return "library"
-    return "skip" if path.startswith(_STANDARD + os.sep) else "user"
+    return "skip" if _STANDARD in roots else "user"
 
 
 def caller_source(frame: FrameType | None, root: CodeType) -> str:
@@ -172,4 +172,4 @@ def error_source(error: BaseException, root: CodeType) -> tuple[str, str]:
 
 
 def _text(filename: str, line: int) -> str:
-    return f"{os.path.basename(filename)}:{line}"
+    return f"{Path(filename).name}:{line}"

@@ -11,9 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,10 @@ class ForwardStep:
     def aliases(self) -> dict[str, str]:
         """Other names of tied parameters and buffers → the name they go by."""
         first: dict[int, str] = {}
-        named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)]
+        named = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
         return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
 
     @property
@@ -69,6 +73,16 @@ class ForwardStep:
     def microbatch(self, batch: Any, index: int) -> dict[str, Tensor]:
         """The tensors of one microbatch: contiguous rows of each tensor that has the batch's samples."""
         return microbatch(self.batch_tensors(batch), index, self.microbatches)
+
+    def with_microbatches(self, microbatches: int) -> Self:
+        """This step with another number of microbatches; itself where it has as many."""
+        if microbatches == self.microbatches:
+            return self
+        check_divides(batch_size(self.batch_tensors()), microbatches)
+        other = copy.copy(self)
+        other.__dict__.pop("_captured", None)
+        other.microbatches = microbatches
+        return other
 
     # -- capture -------------------------------------------------------------------------------------------------
     def capture(self) -> Captured:
@@ -188,5 +202,3 @@ def _build(factory: Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     raise CaptureError(f"model: the factory returned {type(model).__name__}; expected a torch.nn.Module")
-
-

@@ -45,14 +45,16 @@ def symbolic_shapes(request: Request, graph: fx.GraphModule) -> dict[str, Shape]
     return found
 
 
-def _traced_formulas(request: Request, sizes: dict[sympy.Symbol, int]) -> tuple[dict[Any, sympy.Symbol], dict[str, Shape]]:
+def _traced_formulas(
+    request: Request, sizes: dict[sympy.Symbol, int]
+) -> tuple[dict[Any, sympy.Symbol], dict[str, Shape]]:
     """The tracer's symbols → ours, and the shape by node key."""
     hints = _hints(request.inputs, sizes)
     inputs, dims = {}, {}
     for role, value in request.inputs.items():
         symbols = _dims_of(role, value, sizes)
-        shape = [hints[symbols[d]] if d in symbols else n for d, n in enumerate(value.shape)]
-        inputs[role] = torch.empty(shape, dtype=value.dtype, device="meta")
+        sizes_used = [hints[symbols[d]] if d in symbols else n for d, n in enumerate(value.shape)]
+        inputs[role] = torch.empty(sizes_used, dtype=value.dtype, device="meta")
         if role.kind == "batch":
             dims[role] = tuple(symbols)
     traced = trace_gradient(dataclasses.replace(request, inputs=inputs, symbolic_dims=dims)).graph
@@ -122,5 +124,3 @@ def _renamed(shape: Shape | None, names: dict[Any, sympy.Symbol]) -> Shape | Non
 def _value_at(shape: Shape, sizes: dict[sympy.Symbol, int]) -> Shape:
     values = (size.subs(sizes) if isinstance(size, sympy.Expr) else size for size in shape)
     return tuple(int(value) if getattr(value, "is_number", True) else value for value in values)
-
-

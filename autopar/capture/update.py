@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +46,7 @@ class Updates:
     initial_state: dict[str, dict[str, StateInit]]
 
 
-def capture_updates(
-    optimizer: Optimizer, wanted: Mapping[str, tuple[Tensor, int]], *, mixed: bool = False
-) -> Updates:
+def capture_updates(optimizer: Optimizer, wanted: Mapping[str, tuple[Tensor, int]], *, mixed: bool = False) -> Updates:
     """Update graphs for `wanted`: name → (parameter, group index). `mixed`: bf16 parameters, fp32 master copies."""
     found: dict[Any, int] = {}
     templates: list[UpdateGraph] = []
@@ -103,7 +102,8 @@ class _Template:
             keys.extend(state.first)
             return list(state.first.values())
 
-        graph = self._trace(first_step, [self._fake(), self._fake(), *self._fake_scalars()])
+        arguments = [self._fake(), self._fake(), *self._fake_scalars()]
+        graph = self._trace(first_step, arguments, functional=False)
         made = next(iter(reversed(graph.graph.nodes))).args[0]
         grad = [node for node in graph.graph.nodes if node.op == "placeholder"][1]
         master = {"master": StateInit(self.shape, torch.float32, None)} if self.mixed else {}
@@ -140,7 +140,7 @@ class _Template:
         own = {**groups[self.group], "params": [parameter], **dict(zip(self.scalars, scalars, strict=True))}
         own |= {key: False for key in ("foreach", "fused") if key in own}
         own |= {"capturable": True} if type(optimizer).__name__ == "RAdam" else {}
-        holder = type(saved)(dict) if hasattr(saved, "default_factory") else {}
+        holder: defaultdict[Any, Any] = defaultdict(dict)
         holder[parameter] = state
         optimizer.param_groups, optimizer.state = [own], holder
         try:
@@ -152,11 +152,13 @@ class _Template:
             optimizer.param_groups, optimizer.state = groups, saved
         return parameter
 
-    def _trace(self, function: Callable[..., list[Tensor]], arguments: list[Tensor]) -> fx.GraphModule:
+    def _trace(
+        self, function: Callable[..., list[Tensor]], arguments: list[Tensor], *, functional: bool = True
+    ) -> fx.GraphModule:
         try:
             with self.mode, torch.no_grad():
                 graph = private.trace(function, arguments)
-            return clean(private.functionalize(graph, self.mode), self.mode)
+            return clean(private.functionalize(graph, self.mode), self.mode) if functional else graph
         except Exception as error:
             name = type(self.optimizer).__name__
             raise CaptureError(
@@ -238,7 +240,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     for spelling in (name, f"__{name}__")
 }
 _WITH_FACTOR = {"add": "alpha", "add_": "alpha", "sub": "alpha", "sub_": "alpha"}
-_WITH_FACTOR |= {name: "value" for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")}
+_WITH_FACTOR |= dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), "value")
 
 
 def _with_factor(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,14 +286,15 @@ _COPIES = {"clone", "_to_copy", "detach", "alias", "expand", "lift_fresh_copy"}
 def _constant(node: fx.Node) -> float:
     """The one value that all elements of a constant node have."""
     name = op_name(node)
+    args: Any = node.args
     if name in _FILLS:
         return _FILLS[name]
     if name in ("full", "full_like", "new_full", "fill"):
-        return float(node.args[1 if name != "new_full" else 2])  # type: ignore[arg-type]
+        return float(args[2 if name == "new_full" else 1])
     if name == "scalar_tensor":
-        return float(node.args[0])  # type: ignore[arg-type]
-    if name in _COPIES and isinstance(node.args[0], fx.Node):
-        return _constant(node.args[0])
+        return float(args[0])
+    if name in _COPIES and isinstance(args[0], fx.Node):
+        return _constant(args[0])
     if node.op == "get_attr" and (value := getattr(node.graph.owning_module, str(node.target))).numel() == 1:
         return float(value)
     raise CaptureError(f"the initial optimizer state made by {name!r} isn't one value; fill it with a constant")

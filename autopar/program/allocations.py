@@ -172,7 +172,7 @@ def buffer_bytes(node: fx.Node, mesh: Mesh) -> int:
     given, size = local_bytes(operand, mesh), mesh.size(axis)
     value = local_value(operand)
     copied = 0 if not isinstance(value, torch.Tensor) or value.is_contiguous() else given
-    return _BUFFERS[name](given, size, dim == 0) + copied
+    return _BUFFERS[name](given, size, isinstance(dim, int) and dim == 0) + copied
 
 
 _BUFFERS: dict[str, Callable[[int, int, bool], int]] = {

@@ -7,8 +7,8 @@
                 batch_x,  # batch:x f32[8 64]
             ) = inputs
             inputs.clear()
-            # proj  (model.py:12)
-            mm = batch_x.mm(weight.t()); del batch_x
+            # proj
+            mm = batch_x.mm(weight.t()); del batch_x  # model.py:12
             loss = comm.all_reduce(mm, "tp", "sum"); del mm
             return (loss,)
         return {"forward": forward}
@@ -127,8 +127,9 @@ def _attribute(module: Any, path: str) -> Tensor:
 
 def _module(stage: StageProgram, mesh: Mesh, texts: list[str], speller: Speller, constants: dict[str, Tensor]) -> str:
     """The module's text: heading, names bound once, `bind`."""
-    stages = f"Stage {stage.index} of {mesh.num_stages}"
-    heading = f'"""{stages} on mesh {mesh}: {", ".join(stage.parts)}. Sizes in layouts are global."""\n'
+    where = f"mesh {mesh}" if mesh.axes else "one rank"
+    title = f"Stage {stage.index} of {mesh.num_stages} on {where}: {', '.join(stage.parts)}."
+    heading = f'"""{title} Sizes in layouts are global."""\n'
     imports = sorted({"torch", *(_module_of(expression) for expression in speller.bindings.values())})
     names = [f"{name} = {expression}" for name, expression in sorted(speller.bindings.items())]
     lines = [heading, *(f"import {module}" for module in imports), "", *names, "" if names else None, ""]

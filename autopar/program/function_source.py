@@ -1,7 +1,7 @@
 """The source of one part: names, statements, frees and comments.
 
-    # model.layers.0.mlp.up_proj  (model.py:41)
-    mm_4 = view_3.mm(up_proj_weight.t()); del view_3
+    # model.layers.0.mlp.up_proj
+    mm_4 = view_3.mm(up_proj_weight.t()); del view_3  # model.py:41
 
 Invariants:
 - statements stand in the order of the graph's nodes;
@@ -155,16 +155,17 @@ class Writer:
     def function(self) -> str:
         """`def name(inputs): …`"""
         lines = [f"def {self.part.name}(inputs):", *self._unpacking()]
-        where = ""
+        path = source = ""
         for node in self.nodes:
             statement = self._statement(node)
             if statement is None:
                 continue
-            place = _place(node)
-            if place and place != where:
-                lines.append(f"    # {place}")
-                where = place
-            lines.append(f"    {statement}")
+            path_here, source_here = node.meta.get("path", ""), node.meta.get("source", "")
+            if path_here and path_here != path:
+                lines.append(f"    # {path_here}")
+            comment = f"  # {source_here}" if source_here and (path_here, source_here) != (path, source) else ""
+            lines.append(f"    {statement}{comment}")
+            path, source = path_here or path, source_here or source
         return "\n".join([*lines, *self._returning()]) + "\n"
 
     def _unpacking(self) -> list[str]:
@@ -276,11 +277,6 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 def _without_parentheses(text: str) -> str:
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
-
-
-def _place(node: fx.Node) -> str:
-    path, source = node.meta.get("path", ""), node.meta.get("source", "")
-    return f"{path}  ({source})" if path and source else path or source
 
 
 def _layout_comment(node: fx.Node) -> str:

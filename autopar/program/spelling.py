@@ -162,14 +162,25 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _kept_kwargs(node: fx.Node) -> dict[str, Any]:
-    """The keyword arguments without those that say nothing: defaults, `None`, strided layout, unpinned memory."""
+    """The keyword arguments without those that say nothing (defaults, strided layout, …); factories get a device."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     noise = {"layout": torch.strided, "pin_memory": False}
-    defaults = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
-    return {
+    defaults = {a.name: a.default_value for a in node.target._schema.arguments}
+    kept = {
         key: value
         for key, value in node.kwargs.items()
         if value is not None and value != noise.get(key) and not _is_same(value, defaults.get(key))
     }
+    makes_from_nothing = "device" in defaults and not any(_is_tensor(operand) for operand in node.all_input_nodes)
+    return {**kept, "device": _DEVICE} if makes_from_nothing else kept
+
+
+_DEVICE = torch.device("cpu")
+"""Stands for the rank's device, whatever the graph was captured on; written as `device`."""
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(local_value(node), torch.Tensor)
 
 
 def _is_same(left: Any, right: Any) -> bool:
@@ -295,8 +306,8 @@ def _unsafe_view(node: fx.Node, literal: Literal) -> str:
 
 def _slice(node: fx.Node, literal: Literal) -> str | None:
     """A slice of step 1 with plain bounds is `narrow`."""
-    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    given: tuple[Any, ...] = node.args
+    source, dim, start, end, step = given + (0, None, None, 1)[len(given) - 1 :]
     if step != 1 or node.kwargs or not isinstance(start, int | None) or not isinstance(end, int | None):
         return None
     begin, stop, _ = slice(start, end).indices(local_value(source).shape[dim])
@@ -315,8 +326,21 @@ def _scalar(sign: str) -> Callable[[fx.Node, Literal], str | None]:
     return infix
 
 
+def _scalar_in_place(name: str) -> Callable[[fx.Node, Literal], str | None]:
+    """`mul_.Scalar` likewise calls `mul_.Tensor`, as the method does."""
+
+    def method(node: fx.Node, literal: Literal) -> str | None:
+        if len(node.args) != 2 or node.kwargs:
+            return None
+        left, right = map(literal, node.args)
+        return f"{left}.{name}({right})"
+
+    return method
+
+
 def _linear(node: fx.Node, literal: Literal) -> str | None:
-    return None if node.kwargs else f"torch.nn.functional.linear({', '.join(map(literal, node.args))})"
+    given = [argument for argument in node.args if argument is not None]
+    return None if node.kwargs else f"torch.nn.functional.linear({', '.join(map(literal, given))})"
 
 
 def _linear_dx(node: fx.Node, literal: Literal) -> str:
@@ -338,6 +362,7 @@ def _as_rows(node: Any, literal: Literal) -> str:
 
 REWRITES: dict[str, Callable[[fx.Node, Literal], str | None]] = {
     **{f"{name.replace('::', '.')}.Scalar": _scalar(sign) for name, (sign, _) in INFIX.items()},
+    **{f"{name.replace('::', '.')}_.Scalar": _scalar_in_place(f"{name[6:]}_") for name in INFIX},
     "aten._to_copy.default": _to_copy,
     "aten._unsafe_view.default": _unsafe_view,
     "aten.slice.Tensor": _slice,

@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import PlanError
 from autopar.layout import Factor, Layout
@@ -31,6 +30,9 @@ from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.communicator import ProcessCommunicator
 from autopar.program.executor import StageExecutor
 from autopar.program.parts import Slot, Value
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 Source = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Where whole tensors come from, by the model's name."""
@@ -63,6 +65,8 @@ def is_plain(layout: Layout, mesh: Mesh) -> bool:
 
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     """The DTensor placements of a plain layout, one per axis of `mesh`."""
+    from torch.distributed.tensor import Replicate, Shard
+
     where = [layout.position(axis) for axis in mesh.names]
     return tuple(Replicate() if at is None else Shard(at[0]) for at in where) or (Replicate(),)
 
@@ -111,6 +115,8 @@ class LocalState:
             self._from_dtensor(slot, state[SECTIONS[slot.kind]][slot.name])
 
     def _to_dtensor(self, slot: Slot) -> DTensor:
+        from torch.distributed.tensor import DTensor
+
         value, local = self._value(slot), ordinary(self.executor.get(slot))
         layout = plain_layout(self._saved_layout(slot), self.mesh)
         if value.layout != self._saved_layout(slot) or not is_plain(value.layout, self.mesh):

@@ -62,7 +62,7 @@ def is_wait(node: fx.Node) -> bool:
 def gathers_in_place(node: fx.Node) -> bool:
     """Whether a collective's buffer is its result: chunks along dim 0 lie one after the other."""
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else None)
-    return target_name(node).startswith("all_gather") and dim == 0
+    return target_name(node).startswith("all_gather") and isinstance(dim, int) and dim == 0
 
 
 def output_values(graph: fx.Graph) -> tuple[Any, ...]:
@@ -76,8 +76,7 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    is_alias = not target._schema.is_mutable and _aliased_argument(target, 0) == 0
-    return is_alias or _is_unmarked_view(target)
+    return not target._schema.is_mutable and _aliased_argument(target, 0) == 0
 
 
 def _is_unmarked_view(target: torch._ops.OpOverload) -> bool:

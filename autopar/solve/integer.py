@@ -4,11 +4,11 @@
     outcome.bound       # no choice of the flow's model with an objective under `cutoff` costs less
 
 Invariants:
-- costs are rounded down to units of (cutoff - bound) / 2^20 after the couplings' prices are taken off, so the optimum
-  of the integer model, in seconds, never exceeds the true one;
+- costs are rounded down to units (all rounding together stays under a quarter of the gap aimed at) after the couplings'
+  prices are taken off, so the optimum of the integer model, in seconds, never exceeds the true one;
 - memory in whole bytes is exact (in units of the greatest common divisor); otherwise it is rounded down, and the caller
   checks the choice against the true limits;
-- one seed, interleaved workers and a deterministic time limit: the same problem gives the same answer.
+- one seed, one worker and a deterministic time limit: the same problem gives the same answer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from autopar.solve.flow import Flow, Prices, coupled, linear_costs
 from autopar.solve.model import Index
 from autopar.solve.problem import Array
 
-RESOLUTION = 2.0**20
-FINEST = 1e-12
-LARGEST = 2.0**50
+FINEST = 1e-13
+LARGEST = 2.0**46
 MEMORY_STEPS = 2.0**36
 
 
@@ -59,7 +58,7 @@ def search_integers(
     hint: Mapping[int, int] | None,
 ) -> Outcome:
     """Looks for the best choice under `cutoff`; `bound` is the bound that `prices` prove, `room` the limits' bytes."""
-    unit = max((cutoff - bound) / RESOLUTION, FINEST * max(abs(cutoff), abs(bound)), 1e-300)
+    unit = max(_unit(flow, effort), (cutoff - bound) / LARGEST, FINEST * max(abs(cutoff), abs(bound)), 1e-300)
     text, offset = _model_text(flow, prices, unit, cutoff, room, hint)
     model = cp_model.CpModel()
     assert model.proto.parse_text_format(text), text[:1000]
@@ -77,12 +76,18 @@ def search_integers(
     return Outcome(flow.choice(values), min(cutoff, proven), spent)
 
 
+def _unit(flow: Flow, effort: Effort) -> float:
+    """Seconds per unit such that all rounding together stays under a quarter of the gap aimed at."""
+    num_rows = 1 + sum(len(term.rows) for term in flow.model.peaks)
+    return effort.gap / (4 * num_rows * (1 + len(flow.starts)))
+
+
 def _set_parameters(solver: cp_model.CpSolver, effort: Effort, unit: float) -> None:
-    """Two workers with the full linear relaxation: the default portfolio of so few has none, and never closes."""
+    """One worker with the full linear relaxation, which is deterministic (interleaved workers would be, too, but
+    OR-Tools 9.15 aborts the process when presolve proves such a model infeasible; the default portfolio never closes)."""
     parameters = solver.parameters
-    parameters.num_workers = 2
-    parameters.subsolvers.extend(["max_lp", "reduced_costs"])
-    parameters.interleave_search = True
+    parameters.num_workers = 1
+    parameters.linearization_level = 2
     parameters.random_seed = effort.seed
     parameters.max_deterministic_time = max(effort.deterministic_s, 0.1)
     parameters.max_time_in_seconds = max(effort.wall_s, 1.0)

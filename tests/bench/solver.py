@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0)
     args = parser.parse_args()
     print(f"{'case':24} {'nodes':>6} {'edges':>6} {'objective':>12} {'bound':>12} {'gap':>9} {'seconds':>8}")
-    for shared, share in itertools.product((True, False), (1.0, 0.1, 0.02, 0.005)):
+    for shared, share in itertools.product((True, False), (1.0, 0.2, 0.1, 0.05, 0.02, 0.005)):
         problem = llama(args.layers, args.axes, shared, 0.1, args.seed, share)
         begin = time.perf_counter()
         found = solve(problem, time_limit_s=args.limit, seed=args.seed)

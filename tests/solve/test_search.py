@@ -38,12 +38,12 @@ def random_problem(seed: int, num_nodes: int = 6, num_strategies: int = 4, tight
     for index in range(num_nodes):
         size = int(rng.integers(1, num_strategies + 1))
         used = {limit: memory(size) for limit in range(num_limits) if rng.random() < 0.7}
-        nodes.append(Node(f"n{index}", costs(size, forbid=0.05), int(rng.choice(rows)), used))
+        nodes.append(Node(f"n{index}", costs(size, forbid=0.03), int(rng.choice(rows)), used))
     edges = []
     for _ in range(int(rng.integers(num_nodes - 1, 2 * num_nodes))):
         ends = rng.integers(0, num_nodes, 2)
         shape = (nodes[ends[0]].num_strategies, nodes[ends[1]].num_strategies)
-        edges.append(Edge(int(ends[0]), int(ends[1]), costs(*shape, forbid=0.15), int(rng.choice(rows))))
+        edges.append(Edge(int(ends[0]), int(ends[1]), costs(*shape, forbid=0.08), int(rng.choice(rows))))
     limits = []
     for limit in range(num_limits):
         used = [node.memory[limit] for node in nodes if limit in node.memory]

@@ -71,13 +71,17 @@ def hf_batch(size: int = 4, length: int = 8, vocab: int = 64) -> dict[str, Tenso
 def tiny_llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_key_value_heads": 2, "max_position_embeddings": 16, **changes}))
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, **changes}
+        )
+    )
 
 
 def tiny_gpt2(**changes: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16)
-    silent = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    silent = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(**{**sizes, **silent, **changes}))

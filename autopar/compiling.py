@@ -1,0 +1,95 @@
+"""compile: a step and a plan → an executable program. Deterministic: the plan decides everything.
+
+    program = compile(step, plan)
+"""
+
+from __future__ import annotations
+
+from autopar.capture.graphs import Captured, graph_hash
+from autopar.capture.step import ForwardStep, TrainStep
+from autopar.cluster import collective_s
+from autopar.cluster.cluster import Cluster
+from autopar.cluster.mesh_layout import axis_link
+from autopar.joint import StepGraph, join
+from autopar.layers import Cut, units_of
+from autopar.mesh import Mesh
+from autopar.plans import Plan, ValidFor, require_valid_for, stage_of
+from autopar.program.parts import Pipeline
+from autopar.program.program import Program
+from autopar.reshard import Price, Resharder
+from autopar.rules.annotate import annotate_factors
+from autopar.rules.choices import Choice, parse_choice
+
+
+def compile(step: ForwardStep, plan: Plan) -> Program:
+    """Builds the program of `plan` for `step`; raises `PlanError` when the plan was made for another step."""
+    step = step.with_microbatches(plan.microbatches)
+    require_valid_for(plan, valid_for(step))
+    captured = step.capture()
+    units, _ = units_of(captured.gradient.graph)
+    cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))
+    graph = annotated(captured, plan.microbatches, cut)
+    choices = parsed_choices(graph, plan.choices)
+    pipeline = lower(graph, choices, plan.mesh, plan.microbatches, prices(plan.cluster, plan.mesh), plan.schedule, plan.recomputed)
+    return Program(step, plan, pipeline)
+
+
+def annotated(captured: Captured, microbatches: int, cut: Cut) -> StepGraph:
+    """The step graph of a cut, each node with its leaf rule."""
+    graph = join(captured, microbatches, cut)
+    annotate_factors(graph.graph, list(graph.state_pairs))
+    return graph
+
+
+def lower(
+    step: StepGraph,
+    choices: dict[str, Choice],
+    mesh: Mesh,
+    microbatches: int,
+    price: Price,
+    schedule: str,
+    recomputed: tuple[str, ...] = (),
+) -> Pipeline:
+    """The step graph as the parts that ranks run, under a schedule that was checked for deadlock."""
+    import fnmatch
+    from dataclasses import replace
+
+    import passes
+    from autopar.program.schedule import check_no_deadlock, make_schedule
+    from passes.context import Context
+
+    keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
+    again = frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
+    context = Context(mesh, microbatches, choices, step.state_pairs, Resharder(mesh, price), again)
+    pipeline = passes.lower(step.graph, context)
+    actions = make_schedule(schedule, mesh.num_stages, microbatches)
+    check_no_deadlock(actions, pipeline.transfers)
+    return replace(pipeline, schedule=actions)
+
+
+def parsed_choices(step: StepGraph, texts: dict[str, str]) -> dict[str, Choice]:
+    """Every node's choice; nodes that the plan doesn't name split nothing."""
+    return {
+        node.meta["key"]: parse_choice(node.meta["rule"], texts.get(node.meta["key"], ""), node.meta["key"])
+        for node in step.graph.nodes
+        if "rule" in node.meta
+    }
+
+
+def prices(cluster: Cluster, mesh: Mesh) -> Price:
+    """Seconds of a collective over an axis of `mesh` on `cluster`."""
+    links = {axis: axis_link(cluster, mesh, axis) for axis in mesh.names}
+    return lambda kind, axis, num_bytes: collective_s(kind, int(num_bytes), mesh.size(axis), links[axis])
+
+
+def valid_for(step: ForwardStep) -> ValidFor:
+    """What a plan for `step` holds for."""
+    optimizer = type(step.optimizer).__name__ if isinstance(step, TrainStep) else ""
+    precision = step.precision if isinstance(step, TrainStep) else "fp32"
+    shapes = {name: _type_text(tensor) for name, tensor in step.batch_tensors().items()}
+    return ValidFor(graph_hash(step.capture()), shapes, precision, optimizer, step.microbatches)
+
+
+def _type_text(tensor: object) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")  # type: ignore[attr-defined]
+    return f"{kind}[{' '.join(map(str, tensor.shape))}]"  # type: ignore[attr-defined]

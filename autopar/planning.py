@@ -1,0 +1,310 @@
+"""plan: a step and a cluster → the best plan found, its bound, and what else was looked at.
+
+The search: every mesh that the cluster's levels allow (`pp`, `dp`, `tp`). For each, the relaxed problem (one stage, no
+memory limit) gives a lower bound of the step time and the cost of each unit of the model; meshes whose bound is no
+better than the best plan are cut. The rest get their pipeline cut from the units' costs, then the full problem under
+the memory limit; where the accountant finds the resulting program too large, the limit is tightened by the excess.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.capture.graphs import Captured
+from autopar.capture.step import ForwardStep, TrainStep
+from autopar.cluster import candidate_meshes, compute_s, distinct_meshes, parse_cluster
+from autopar.cluster.cluster import Cluster
+from autopar.compiling import annotated, lower, prices, valid_for
+from autopar.errors import InfeasibleError, PlanError
+from autopar.joint import StepGraph
+from autopar.layers import Cut, units_of
+from autopar.mesh import Mesh
+from autopar.pins import Pins, parse_pins
+from autopar.plans import Candidate, Plan
+from autopar.program.memory import stage_peak
+from autopar.program.parts import Pipeline
+from autopar.report import estimate, spans
+from autopar.reshard import Resharder
+from autopar.rules.choices import Choice, choice_text
+from autopar.solve.allowed import bind_pins, require_all_matched
+from autopar.solve.build import BuiltProblem, Setting, build_problem
+from autopar.solve.problem import Limit, Problem, Solution, Term
+from autopar.solve.search import min_limit_usage, solve
+from autopar.units import format_bytes, parse_bytes
+
+MARGIN = 0.05
+"""Share of a device's memory left to the allocator and the libraries."""
+
+GAP = 1e-3
+TRIES = 4
+"""How often a limit is tightened after the accountant found more than the solver's rows."""
+
+Progress = Callable[[str], None]
+
+
+def plan(
+    step: ForwardStep,
+    cluster: str | Cluster,
+    *,
+    pin: str | Sequence[str] | Pins | None = None,
+    memory: str | float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The cheapest plan of `step` on `cluster` within `pin` and `memory` (bytes of one device, or text such as "60GiB").
+
+    Raises `PlanError` for pins or sizes that don't fit together, `InfeasibleError` when no plan fits the memory.
+    """
+    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    pins = parse_pins(pin)
+    step = step.with_microbatches(pins.microbatches or step.microbatches)
+    started = time.perf_counter()
+    captured = step.capture()
+    captured_s = time.perf_counter() - started
+    capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
+    search = _Search(step, captured, cluster, pins, float(capacity), progress or (lambda _: None))
+    found = search.run()
+    solved_s = time.perf_counter() - started - captured_s
+    return _as_plan(search, found, captured_s, solved_s)
+
+
+@dataclass(slots=True)
+class _Found:
+    """A solved candidate."""
+
+    mesh: Mesh
+    cut: Cut
+    schedule: str
+    choices: dict[str, Choice]
+    texts: dict[str, str]
+    solution: Solution
+    built: BuiltProblem
+    pipeline: Pipeline
+    peaks: list[int]
+
+
+@dataclass(slots=True)
+class _Search:
+    step: ForwardStep
+    captured: Captured
+    cluster: Cluster
+    pins: Pins
+    capacity: float
+    progress: Progress
+    candidates: list[Candidate] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+    shortages: list[tuple[float, Mesh]] = field(default_factory=list)
+    graphs: dict[Cut, StepGraph] = field(default_factory=dict)
+
+    def run(self) -> _Found:
+        """Solves candidates in the order of their bounds, until the next bound is no better than the best."""
+        units, _ = units_of(self.captured.gradient.graph)
+        meshes = candidate_meshes(self.cluster, self.pins.axes)
+        meshes = [m for m in distinct_meshes(self.cluster, meshes, self._named_axes()) if self._can_cut(m, units)]
+        if not meshes:
+            raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages, as many as the model has units")
+        relaxed = sorted(((self._relaxed(mesh), mesh) for mesh in meshes), key=lambda pair: pair[0].bound)
+        best: _Found | None = None
+        for lower_bound, mesh in relaxed:
+            if best is not None and lower_bound.bound >= best.solution.objective * (1 - GAP):
+                self._note(mesh, lower_bound.bound, None, "cut", "its bound is no better than the best plan")
+                self.bounds.append(lower_bound.bound)
+                continue
+            self.progress(f"solving {mesh}")
+            best = self._better(best, mesh, lower_bound)
+        if best is None:
+            raise InfeasibleError(self._shortage())
+        return best
+
+    def _named_axes(self) -> set[str]:
+        zero = {"dp"} if self.pins.zero is not None else set()
+        return {*self.pins.axes, *zero, *(pin.axis for pin in self.pins.modules)}
+
+    def _can_cut(self, mesh: Mesh, units: tuple[str, ...]) -> bool:
+        if mesh.num_stages <= len(units):
+            return True
+        self._note(mesh, None, None, "infeasible", f"{mesh.num_stages} stages, but {len(units)} units to cut between")
+        return False
+
+    # -- bounds ------------------------------------------------------------------------------------------------
+    def _relaxed(self, mesh: Mesh) -> _Relaxed:
+        """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
+        cut = Cut.single(units_of(self.captured.gradient.graph)[0])
+        built = build_problem(self._graph(cut), self._setting(self._graph(cut), mesh.spmd))
+        stages, count = mesh.num_stages, self.step.microbatches
+        terms = (Term(1 + (count - 1) / stages, (0,)), Term(1 / stages, (1,)))
+        free = replace(built.problem, limits=(), objective=terms)
+        free = replace(free, nodes=tuple(replace(node, memory={}) for node in free.nodes))
+        solution = solve(free, gap=GAP)
+        return _Relaxed(solution.bound, built, solution)
+
+    # -- one candidate -----------------------------------------------------------------------------------------
+    def _better(self, best: _Found | None, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
+        found = self._solve(mesh, relaxed)
+        if found is None:
+            self._note(mesh, None, None, "infeasible", f"doesn't fit {format_bytes(self.capacity)} a device")
+            return best
+        step_s, peak = found.solution.objective, max(found.peaks)
+        is_multi_stage = mesh.num_stages > 1  # its cut was chosen from the units' costs, so only the relaxed bound holds
+        self.bounds.append(relaxed.bound if is_multi_stage else found.solution.bound)
+        if best is not None and best.solution.objective <= step_s:
+            self._note(mesh, step_s, peak, "slower", f"{step_s / best.solution.objective:.3f} times the best plan")
+            return best
+        self.candidates = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
+        self._note(mesh, step_s, peak, "chosen", "the fastest that fits")
+        return found
+
+    def _solve(self, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
+        cut = self._cut(mesh, relaxed)
+        step = self._graph(cut)
+        setting = self._setting(step, mesh)
+        built = build_problem(step, setting)
+        require_all_matched(setting.allowed)  # type: ignore[arg-type]
+        limits = built.problem.limits
+        for _ in range(TRIES):
+            problem = replace(built.problem, limits=limits)
+            solution = solve(problem, gap=GAP)
+            if solution.status == "infeasible" or not solution.choice:
+                self._note_shortage(problem, mesh)
+                return None
+            found = self._lowered(mesh, cut, step, built, solution)
+            excess = [max(0.0, peak - self.capacity) for peak in found.peaks]
+            if not any(excess):
+                return found
+            limits = tuple(_tightened(limit, more) for limit, more in zip(limits, excess, strict=True))
+        return None
+
+    def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
+        choices = built.choices(solution.choice)
+        rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
+        texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
+        fresh = annotated(self.captured, self.step.microbatches, cut)  # lowering rewrites the graph
+        schedule = self._schedule()
+        pipeline = lower(fresh, choices, mesh, self.step.microbatches, prices(self.cluster, mesh), schedule)
+        peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
+        return _Found(mesh, cut, schedule, choices, texts, solution, built, pipeline, peaks)
+
+    def _schedule(self) -> str:
+        return "1f1b" if isinstance(self.step, TrainStep) else "forward"
+
+    def _cut(self, mesh: Mesh, relaxed: _Relaxed) -> Cut:
+        units, unit = units_of(self.captured.gradient.graph)
+        if mesh.num_stages == 1:
+            return Cut.single(units)
+        return Cut.from_boundaries(units, _balanced(relaxed.unit_costs(units), mesh.num_stages))
+
+    def _graph(self, cut: Cut) -> StepGraph:
+        if cut not in self.graphs:
+            self.graphs[cut] = annotated(self.captured, self.step.microbatches, cut)
+        return self.graphs[cut]
+
+    def _setting(self, step: StepGraph, mesh: Mesh) -> Setting:
+        price = prices(self.cluster, mesh)
+        device = self.cluster.device
+        stages, count = mesh.num_stages, self.step.microbatches
+        return Setting(
+            mesh=mesh,
+            microbatches=count,
+            in_flight=tuple(min(stages - s, count) for s in range(stages)),
+            capacity=self.capacity,
+            compute=lambda flops, num_bytes, dtype: compute_s(device, flops, num_bytes, dtype),
+            resharder=Resharder(mesh, price),
+            transfer=lambda num_bytes: price("p2p", "pp", num_bytes) if stages > 1 else 0.0,
+            allowed=bind_pins(self.pins, step.graph, mesh),
+        )
+
+    # -- what is told ------------------------------------------------------------------------------------------
+    def _note(self, mesh: Mesh, step_s: float | None, peak: int | None, status: str, reason: str) -> None:
+        self.candidates.append(
+            Candidate(mesh, self.step.microbatches, mesh.num_stages, step_s, peak, status, reason)
+        )
+
+    def _note_shortage(self, problem: Problem, mesh: Mesh) -> None:
+        usage = min_limit_usage(problem)
+        if usage:
+            self.shortages.append((max(usage.values()) if isinstance(usage, dict) else math.inf, mesh))
+
+    def _shortage(self) -> str:
+        have = format_bytes(self.capacity)
+        if not self.shortages:
+            return f"no plan fits {have} a device on {self.cluster}; use more devices, more microbatches or more memory"
+        least, mesh = min(self.shortages, key=lambda pair: pair[0])
+        return (
+            f"no plan fits {have} a device on {self.cluster}: the smallest (mesh {mesh}) needs {format_bytes(least)}; "
+            f"use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more microbatches"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    bound: float
+    built: BuiltProblem
+    solution: Solution
+
+    def unit_costs(self, units: tuple[str, ...]) -> list[float]:
+        """Seconds per microbatch of each unit's forward and backward, by module path."""
+        costs = [0.0] * len(units)
+        where = {unit: i for i, unit in enumerate(units)}
+        last = 0
+        for node, abstract, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
+            if node.meta["level"] == "microbatch":
+                last = _unit_index(node.meta.get("path", ""), where, last, node.meta["phase"])
+                costs[last] += float(abstract.cost[pick])
+        return costs
+
+
+def _unit_index(path: str, where: dict[str, int], last: int, phase: str) -> int:
+    while path:
+        if path in where:
+            return where[path]
+        path = path.rpartition(".")[0]
+    return len(where) - 1 if phase == "backward" and last == 0 else last
+
+
+def _balanced(costs: list[float], num_stages: int) -> list[int]:
+    """First units of contiguous stages whose greatest cost is least (dynamic programming)."""
+    count = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    for stages in range(1, num_stages + 1):
+        for end in range(stages, count + 1):
+            options = [
+                (max(best[start, stages - 1][0], prefix[end] - prefix[start]), start)
+                for start in range(stages - 1, end)
+                if (start, stages - 1) in best
+            ]
+            best[end, stages] = min(options)
+    firsts: list[int] = []
+    end = count
+    for stages in range(num_stages, 0, -1):
+        end = best[end, stages][1]
+        firsts.append(end)
+    return firsts[::-1]
+
+
+def _tightened(limit: Limit, excess: float) -> Limit:
+    return replace(limit, constant=limit.constant + excess * 1.02)
+
+
+def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float) -> Plan:
+    bound = min([found.solution.objective, *search.bounds])
+    return Plan(
+        valid_for=replace(
+            valid_for(search.step), cluster=search.cluster.name, num_devices=search.cluster.num_devices
+        ),
+        cluster=search.cluster,
+        mesh=found.mesh,
+        microbatches=search.step.microbatches,
+        schedule=found.schedule,
+        stages=spans(found.cut),
+        node_stage=dict(zip(found.cut.units, found.cut.stages, strict=True)),
+        choices=found.texts,
+        recomputed=(),
+        pins=tuple(part.strip() for part in str(search.pins).split(",") if part.strip()),
+        estimate=estimate(found.pipeline, found.built, found.solution, bound, search.cluster, search.capacity, captured_s, solved_s),
+        candidates=tuple(search.candidates),
+    )

@@ -1,0 +1,91 @@
+"""Where a program's initial values come from: the live model, or its factory replayed tensor by tensor.
+
+    for slot, whole in initial_values(step, recipe, seed=0): ...
+
+Invariants:
+- the values are those of `torch.manual_seed(seed); factory()`, bit for bit;
+- one whole tensor at a time: nothing here keeps what the caller doesn't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.capture.graphs import Captured, StateInit
+from autopar.capture.initial import record, replay
+from autopar.capture.step import ForwardStep
+from autopar.errors import PlanError
+from autopar.program.parts import Slot
+
+Put = Callable[[Slot, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What of the initial values the model itself doesn't say: optimizer state, and constants made in the forward."""
+
+    state: dict[str, dict[str, StateInit]] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, captured: Captured) -> Recipe:
+        return cls(captured.initial_state, captured.constants)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: `{"state": {"wte.weight": {"step": [[], "float32", 0.0]}}, "constants": {name: [dtype, values]}}`."""
+        state = {
+            name: {key: [list(init.shape), _name(init.dtype), init.fill] for key, init in entries.items()}
+            for name, entries in self.state.items()
+        }
+        return {"state": state, "constants": {n: [_name(t.dtype), t.tolist()] for n, t in self.constants.items()}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        """The inverse of `to_dict`; raises `PlanError` when malformed."""
+        try:
+            state = {
+                name: {key: StateInit(tuple(shape), getattr(torch, dtype), fill) for key, (shape, dtype, fill) in entries.items()}
+                for name, entries in data["state"].items()
+            }
+            constants = {n: torch.tensor(v, dtype=getattr(torch, dtype)) for n, (dtype, v) in data["constants"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"recipe.json: malformed ({error}); build the program anew") from None
+        return cls(state, constants)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def put_initial_values(step: ForwardStep, recipe: Recipe, seed: int, put: Put) -> None:
+    """Calls `put` with each parameter, buffer, constant and optimizer state entry, whole."""
+
+    def consume(name: str, value: Tensor) -> None:
+        kind = "param" if name in parameters else "buffer"
+        put(Slot(kind, name), value)
+        for key, init in recipe.state.get(name, {}).items():
+            put(Slot("state", f"{name}.{key}"), init.build(value))
+
+    parameters = set(step.parameter_names)
+    named = {**dict(step.model.named_parameters()), **dict(step.model.named_buffers())}
+    if not any(value.is_meta for value in named.values()):
+        for name, value in named.items():
+            consume(name, value.detach())
+    elif step.factory is not None:
+        replay(record(step.factory), seed, lambda name, value: consume(name, value) if name in named else None)
+    else:
+        raise PlanError("the model's weights are on meta and no factory was given; pass TrainStep a factory of the model")
+    for name, value in recipe.constants.items():
+        put(Slot("buffer", name), value)
+
+
+def whole_weights(step: ForwardStep, seed: int = 0) -> dict[str, Tensor]:
+    """All parameters and buffers at once, for `verify`."""
+    found: dict[str, Tensor] = {}
+    put_initial_values(step, Recipe(), seed, lambda slot, value: found.__setitem__(slot.name, value.detach().clone()))
+    return found

@@ -1,0 +1,105 @@
+"""The estimate of a plan: memory by the accountant, collectives as counted in the parts, seconds by the cost model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from autopar.cluster import collective_s
+from autopar.cluster.cluster import Cluster
+from autopar.cluster.mesh_layout import axis_link
+from autopar.layers import Cut
+from autopar.plans import CollectiveRow, Estimate, MemoryRow, StageSpan, relative_gap
+from autopar.program.memory import stage_peak
+from autopar.program.parts import Pipeline
+from autopar.program.schedule import bubble_fraction
+from autopar.program.traffic import traffic
+from autopar.solve.build import BuiltProblem
+from autopar.solve.problem import Solution, evaluate
+
+
+def spans(cut: Cut) -> tuple[StageSpan, ...]:
+    """First and last unit of each stage."""
+    by_stage: dict[int, list[str]] = defaultdict(list)
+    for unit, stage in zip(cut.units, cut.stages, strict=True):
+        by_stage[stage].append(unit)
+    return tuple(StageSpan(units[0], units[-1], ", ".join(units)) for _, units in sorted(by_stage.items()))
+
+
+def estimate(
+    pipeline: Pipeline,
+    built: BuiltProblem,
+    solution: Solution,
+    bound: float,
+    cluster: Cluster,
+    capacity: float,
+    captured_s: float,
+    solved_s: float,
+) -> Estimate:
+    """All figures of a solved plan; the objective is recomputed from the problem, independently of the solver."""
+    checked = evaluate(built.problem, solution.choice)
+    objective = checked.objective
+    assert abs(objective - solution.objective) <= 1e-6 * max(objective, 1e-12), (objective, solution.objective)
+    stages, count = pipeline.mesh.num_stages, pipeline.microbatches
+    rows = (*checked.rows, *[0.0] * (2 * stages - len(checked.rows)))
+    bound = min(bound, objective)
+    return Estimate(
+        objective_s=objective,
+        bound_s=bound,
+        gap=relative_gap(objective, bound),
+        status="optimal" if relative_gap(objective, bound) <= 1e-2 else "feasible",
+        capture_s=captured_s,
+        solve_s=solved_s,
+        memory_limit_bytes=int(capacity),
+        memory=memory_rows(pipeline),
+        collectives=collective_rows(pipeline, cluster),
+        bubble_fraction=_bubble(pipeline, rows[:stages]),
+        step_s=_parts(objective, rows, stages, count),
+    )
+
+
+def memory_rows(pipeline: Pipeline) -> tuple[MemoryRow, ...]:
+    """One row per stage: every rank of a stage holds the same."""
+    rows = []
+    for stage in range(pipeline.mesh.num_stages):
+        found = stage_peak(pipeline, stage)
+        rows.append(
+            MemoryRow(
+                stage, "all", found.parameters, found.gradients, found.optimizer, found.activations, found.buffers, found.peak
+            )
+        )
+    return tuple(rows)
+
+
+def collective_rows(pipeline: Pipeline, cluster: Cluster) -> tuple[CollectiveRow, ...]:
+    """One row per axis and kind, of the stage that sends most."""
+    most = {}
+    for row in traffic(pipeline):
+        key = (row.axis, row.kind)
+        if key not in most or row.bytes_sent > most[key].bytes_sent:
+            most[key] = row
+    rows = []
+    for (axis, kind), row in sorted(most.items()):
+        link = axis_link(cluster, pipeline.mesh, axis)
+        ranks = 2 if kind == "p2p" else pipeline.mesh.size(axis)
+        each_s = collective_s(kind, row.whole_bytes // row.count, ranks, link)
+        rows.append(
+            CollectiveRow(axis, kind, row.count, row.bytes_sent // row.count, row.bytes_sent, str(link), each_s * row.count)
+        )
+    return tuple(rows)
+
+
+def _bubble(pipeline: Pipeline, microbatch_s: tuple[float, ...]) -> float:
+    """Idle share of the schedule at the stages' times, a backward taking two thirds of a microbatch."""
+    if pipeline.mesh.num_stages == 1:
+        return 0.0
+    durations = {}
+    for stage, seconds in enumerate(microbatch_s):
+        durations[f"{stage}F"], durations[f"{stage}B"] = seconds / 3, seconds * 2 / 3
+    return bubble_fraction(pipeline.schedule, durations)
+
+
+def _parts(objective: float, rows: tuple[float, ...], stages: int, count: int) -> dict[str, float]:
+    """The step time as work of the slowest stage, bubble, and update; sums to the objective."""
+    update = max(rows[stages : 2 * stages])
+    work = count * max(rows[:stages])
+    return {"microbatches": work, "bubble": max(0.0, objective - update - work), "update": update}

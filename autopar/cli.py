@@ -286,8 +286,8 @@ def _load(request: Request) -> TrainStep | ForwardStep:
 def _plan(request: Request, step: TrainStep | ForwardStep) -> Plan:
     from autopar import planning
 
-    with _progress("searching for a plan"):
-        return planning.plan(step, request.cluster, pin=request.pins, memory=request.memory)
+    with _progress("searching for a plan") as tell:
+        return planning.plan(step, request.cluster, pin=request.pins, memory=request.memory, progress=tell)
 
 
 def _program(request: Request) -> Program:
@@ -311,12 +311,12 @@ def _print_tables(tables: Sequence[Table], as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """A spinner with `what` on a terminal; silence in a pipe."""
+def _progress(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with `what` on a terminal, and how to change its text; silence in a pipe."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda text: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{what} …"):
-        yield
+    with Console(stderr=True).status(f"{what} …") as status:
+        yield lambda text: status.update(f"{what}: {text} …")

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.private import OpOverload
+
 _ops = torch.ops.aten
 
 # -- linear ----------------------------------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ def _register() -> Any:
 _LIBRARY = _register()
 """Kept alive: dropping it would unregister the ops."""
 
-LOWERED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+LOWERED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.autopar.linear.default: linear,
     torch.ops.autopar.linear_dx.default: linear_dx,
     torch.ops.autopar.linear_dw.default: linear_dw,

@@ -132,7 +132,8 @@ class _Search:
     def _relaxed(self, mesh: Mesh) -> _Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
         cut = Cut.single(units_of(self.captured.gradient.graph)[0])
-        built = build_problem(self._graph(cut), self._setting(self._graph(cut), mesh.spmd))
+        step = self._graph(cut)
+        built = build_problem(step, replace(self._setting(step, mesh), mesh=mesh.spmd))
         stages, count = mesh.num_stages, self.step.microbatches
         terms = (Term(1 + (count - 1) / stages, (0,)), Term(1 / stages, (1,)))
         free = replace(built.problem, limits=(), objective=terms)

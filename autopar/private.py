@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload as OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from autopar.errors import CaptureError
 
@@ -28,6 +30,14 @@ def _private(module: str, name: str) -> Any:
     except (ImportError, AttributeError):
         message = f"torch {torch.__version__} has no {module}.{name}, which capture needs; use torch 2.11 to 2.13"
         raise CaptureError(message) from None
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an `OpOverload`: argument names, and which of them alias or are written."""
+    return op._schema
 
 
 # -- fake tensors ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     for metrics in run_rank("out/", steps=10, seed=0): ...
 
 `autopar build` leaves `origin.json` beside the program: the MODEL that it was built from. That file's `batches()` feeds
-the run; without one, random batches like the step's own; without an origin, random batches of the plan's shapes.
+the run; without one, random batches like the step's own do.
 
 Invariant: every rank draws the same batches.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,8 +59,7 @@ def batches(directory: Path, seed: int) -> tuple[str, Iterator[Any]]:
     """Where the batches of the program in `directory` come from, for people, and the batches."""
     origin = read_origin(directory)
     if origin is None:
-        shapes = Plan.load(directory / "plan.json").valid_for.batch_shapes
-        return f"random, integers 0 and 1, seed {seed}", _random_batches(_examples(shapes), dict, seed)
+        raise PlanError(f"{directory}: no {ORIGIN}, which says what feeds the program; build with `autopar build`")
     model = str(directory / origin.model)
     if not model.endswith(".json"):
         path = model.rpartition(":")[0]
@@ -70,21 +68,6 @@ def batches(directory: Path, seed: int) -> tuple[str, Iterator[Any]]:
             return f"batches() of {Path(path).name}", iter(function())
     step = load_step(model, origin.options)
     return f"random, seed {seed}", _random_batches(step.batch_tensors(), step.form.rebuild, seed)
-
-
-def _examples(shapes: dict[str, str]) -> dict[str, Tensor]:
-    """A tensor of zeros and ones for each type text, `{"tokens": "i64[8 128]"}`."""
-    import torch
-
-    from autopar.program.saved import parse_value
-
-    values = {name: parse_value(text, f"plan: batch tensor {name!r}") for name, text in shapes.items()}
-    return {
-        name: (torch.arange(math.prod(value.layout.global_shape)) % 2)
-        .to(value.dtype)
-        .reshape(value.layout.global_shape)
-        for name, value in values.items()
-    }
 
 
 def _random_batches(like: dict[str, Tensor], build: Callable[[dict[str, Tensor]], Any], seed: int) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.pins import matches_module
-from autopar.plans import Plan, stage_of
+from autopar.plans import Plan, StageSpan, stage_of
 from autopar.units import format_bytes, format_seconds
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -92,18 +92,26 @@ def summary(plan: Plan) -> list[Table]:
 
 
 def explain(plan: Plan, target: str) -> list[Table]:
-    """The choices at the nodes of a module (its path, or a glob) or at one node (its key); raises `PlanError`."""
+    """The choices at the nodes of a module (its path, or a glob) or at one node (its key); raises `PlanError`.
+
+    Nodes that split nothing have no choice and aren't listed.
+    """
     keys = [key for key in plan.choices if _is_meant(target, key)]
-    if not keys:
-        paths = sorted({_path(key) for key in plan.choices} - {""})
-        raise PlanError(f"{target!r}: no module or node of the plan; its modules are {_listed(paths)}")
-    rows = [(key, stage_of(plan.node_stage, _path(key)), plan.choices[key] or "whole", _recompute(plan, key))
-            for key in keys]  # fmt: skip
-    stages = {row[1] for row in rows}
+    stages = {stage for unit, stage in plan.node_stage.items() if matches_module(target, unit)}
+    stages |= {stage_of(plan.node_stage, _path(key)) for key in keys}
+    if not stages:
+        modules = sorted({*plan.node_stage, *map(_path, plan.choices)} - {""}, key=_natural)
+        raise PlanError(f"{target!r}: no module or node of the plan; its modules are {_listed(modules)}")
+    nodes = [(key, stage_of(plan.node_stage, _path(key)), plan.choices[key], _recompute(plan, key)) for key in keys]
     peaks = [(row.stage, row.ranks, row.peak) for row in plan.estimate.memory if row.stage in stages]
     return [
-        Table(f"{target}: {len(keys)} nodes", ("node", "stage", "choice", "backward"), tuple(rows), "nodes"),
-        Table("memory of these stages", ("stage", "ranks", "peak_bytes"), tuple(peaks), "memory"),
+        Table(
+            f"{target}: {len(keys)} nodes with a choice; the rest are whole on every rank"
+            if keys
+            else f"{target}: whole on every rank"
+        ),
+        Table("choices", ("node", "stage", "choice", "backward"), tuple(nodes), "nodes"),
+        Table("memory of its stages", ("stage", "ranks", "peak_bytes"), tuple(peaks), "memory"),
     ]
 
 
@@ -130,8 +138,9 @@ def _sent_rows(before: Plan, after: Plan) -> tuple[Row, ...]:
 
 # -- the parts of a summary --------------------------------------------------------------------------------------
 def _headline(plan: Plan) -> str:
+    axes = " ".join(f"{axis}={size}" for axis, size in plan.mesh.axes if size > 1)
     microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-    return f"{plan.cluster}: mesh {plan.mesh or 'of one rank'}, {microbatches}, schedule {plan.schedule}"
+    return f"{plan.cluster}: mesh {axes or 'of one rank'}, {microbatches}, schedule {plan.schedule}"
 
 
 def _step_line(plan: Plan) -> str:
@@ -150,16 +159,33 @@ def _search_line(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    rows = tuple((index, stage.modules) for index, stage in enumerate(plan.stages))
+    rows = tuple((index, _brief(stage)) for index, stage in enumerate(plan.stages))
     return Table("stages", ("stage", "modules"), rows if len(rows) > 1 else ())
 
 
+def _brief(stage: StageSpan) -> str:
+    return stage.modules if len(stage.modules) <= 60 else f"{stage.first} … {stage.last}"
+
+
 def _parameters(plan: Plan) -> Table:
-    """How each class of parameters is split at rest."""
+    """A row for each way in which parameters are split."""
     prefix = "param:"
     split = [(key.removeprefix(prefix), choice) for key, choice in plan.choices.items() if key.startswith(prefix)]
-    rows = _grouped((name, choice or "whole") for name, choice in split)
-    return Table("parameters at rest", ("parameter", "choice"), tuple(rows))
+    names: dict[str, list[str]] = {}
+    for name, choice in _grouped(split):
+        names.setdefault(_split_text(str(choice)), []).append(str(name))
+    rows = tuple((choice, _listed(classes, limit=4)) for choice, classes in names.items())
+    return Table("parameters split at rest (the others are whole)", ("split", "parameters"), rows)
+
+
+def _split_text(choice: str) -> str:
+    """`"tp=d0 dp=d1.2"` as `"tp: dim 0, dp: dim 1 factor 2"`."""
+    return ", ".join(re.sub(r"^(\w+)=d(\d+)(?:\.(\d+))?$", _dim_text, word) for word in choice.split())
+
+
+def _dim_text(match: re.Match[str]) -> str:
+    axis, dim, factor = match.groups()
+    return f"{axis}: dim {dim}" + (f" factor {factor}" if factor else "")
 
 
 def _memory(plan: Plan) -> Table:
@@ -227,8 +253,14 @@ def _grouped(rows: Iterable[Row]) -> list[Row]:
     return [(f"{row[0]} ({count})" if count > 1 else row[0], *row[1:]) for row, count in counts.items()]
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key by which layer 2 comes before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
 def _listed(names: Sequence[str], limit: int = 12) -> str:
-    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f", … {more} more" if more > 0 else "")
 
 
 # -- how it is shown ---------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """The long form: a plan and a program as values, made and proven on any machine, then run by the ranks.
 
-    python examples/compile_then_run.py                         # plans, verifies, saves the program to out/
-    torchrun --nproc-per-node 2 examples/compile_then_run.py    # the same ranks load nothing: they run it at once
+    python examples/compile_then_run.py                         # plans, verifies, saves, shows the program
+    torchrun --nproc-per-node 2 examples/compile_then_run.py    # plans, compiles and trains
 
-A saved program runs without this file's first half, too: `autopar run out/ --steps 10`.
+The same from the command line: `autopar build examples/compile_then_run.py:step -c 2xcpu -o out/; autopar run out/`.
 Shape suffixes: B batch, D width.
 """
 

@@ -128,7 +128,7 @@ def _ordered(graph: fx.Graph, limits: Overlap) -> list[fx.Node]:
     _delay_fillers(times, late, early)
     _place_late(times, late)
     _place_early(times, early, late)
-    seeds = [node for node in graph.nodes if not is_wait(node)]
+    seeds = [node for node in graph.nodes if not (is_wait(node) and node.users)]
     seeds.sort(key=lambda node: (node.op != "placeholder", node.op == "output", times.time[node]))
     return list(_operands_first(seeds))
 
@@ -263,7 +263,7 @@ def _first_use(node: fx.Node, times: _Times, early: set[fx.Node]) -> float:
 
 def _affordable(wanted: float, latest: float, size: int, flights: list[tuple[float, float, int]], budget: int) -> float:
     """The first moment from `wanted` on at which the buffers in flight leave room, at the latest `latest`."""
-    for moment in sorted({wanted, *(end for _, end, _ in flights if wanted < end < latest)}):
+    for moment in sorted({wanted, *(end + 0.25 for _, end, _ in flights if wanted < end + 0.25 < latest)}):
         in_flight = sum(held for begin, end, held in flights if end > moment)
         if in_flight + size <= budget:
             return moment

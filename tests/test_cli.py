@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -167,7 +168,9 @@ def test_build_leaves_other_folders_alone(capsys, model):
     assert "is no saved program" in refused(capsys, "build", "model.py:step", "-c", "2xcpu", "-o", ".")
 
 
-def test_build_then_run(capfd, model):
+@pytest.mark.dist
+def test_build_then_run(capfd, model, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     status, _, err = run(capfd, "build", "model.py:step", "-c", "2xcpu", "-o", "out")
     assert status == 0, err
     status, out, err = run(capfd, "run", "out", "--steps", "3", "--json")

@@ -1,14 +1,11 @@
 """Where a saved program's batches come from."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from autopar.errors import PlanError
 from autopar.models import StepOptions
 from autopar.running import ORIGIN, Origin, batches, origin_of, read_origin, start_ranks
-from tests.small_plan import small_plan
 
 MODEL = """
 import torch, autopar
@@ -68,10 +65,6 @@ def test_the_files_own_batches_come_first(built):
     assert source == "batches() of model.py" and list(feed) == [7]
 
 
-def test_without_an_origin_the_plans_shapes_are_filled(built):
-    shapes = {"x": "f32[8 4]", "labels": "i64[8]"}
-    plan = small_plan("dp=2", "2xcpu")
-    replace(plan, valid_for=replace(plan.valid_for, batch_shapes=shapes)).save(built / "plan.json")
-    batch = next(batches(built, seed=0)[1])
-    assert batch["x"].shape == (8, 4) and batch["x"].dtype == torch.float32
-    assert set(batch["labels"].tolist()) <= {0, 1} and batch["labels"].dtype == torch.int64
+def test_without_an_origin_nothing_feeds_the_run(built):
+    with pytest.raises(PlanError, match=r"no origin\.json.*autopar build"):
+        batches(built, seed=0)

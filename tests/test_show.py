@@ -18,7 +18,7 @@ def test_summary_names_what_matters():
     for part in (
         "4xcpu: mesh pp=2 dp=2, 2 microbatches, schedule 1f1b",
         "step 20.0 ms = compute 20.0 ms; optimal, bound 20.0 ms, gap 0.0%",
-        "layers.*.up.weight (2)  whole",
+        "dp: dim 0 factor 1  layers.*.up.weight (2)",
         "memory of a rank, of 4.00 GiB",
         "5.00 MiB",
         "dp    all_reduce",
@@ -37,14 +37,22 @@ def test_explain_a_module_and_a_node():
     nodes = show.json_tables(show.explain(plan(), "layers.1"))["nodes"]
     assert nodes == [
         {"node": "layers.1.up/linear/forward#0", "stage": 1, "choice": "dp=b", "backward": "recomputed"},
-        {"node": "param:layers.1.up.weight", "stage": 1, "choice": "whole", "backward": ""},
+        {"node": "param:layers.1.up.weight", "stage": 1, "choice": "dp=d0.1", "backward": ""},
     ]
     assert len(show.json_tables(show.explain(plan(), "layers.0.up/linear/forward#0"))["nodes"]) == 1
     assert len(show.json_tables(show.explain(plan(), "layers.*.up"))["nodes"]) == 4
 
 
+def test_explain_a_module_that_splits_nothing():
+    tables = show.explain(replace(plan(), choices={}), "layers.1")
+    assert tables[0].caption == "layers.1: whole on every rank"
+    assert show.json_tables(tables)["memory"] == [{"stage": 1, "ranks": "all", "peak_bytes": 5 * 2**20}]
+
+
 def test_explain_nothing():
-    with pytest.raises(PlanError, match=r"'layer': no module or node of the plan; its modules are layers\.0\.up"):
+    with pytest.raises(
+        PlanError, match=r"'layer': no module or node of the plan; its modules are layers\.0, layers\.0\.up"
+    ):
         show.explain(plan(), "layer")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.private import size_expression
+from autopar.private import OpOverload, schema_of, size_expression
 
 aten = torch.ops.aten
 
@@ -193,7 +193,7 @@ _MERGED_IN_PHASE = {"full", "scalar_tensor", "arange", "zeros", "ones", "_to_cop
 def _merge_equal(graph: fx.Graph) -> None:
     first: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         name = node.target.overloadpacket.__name__
         if name in _MERGED_IN_PHASE:
@@ -211,7 +211,7 @@ def _merge_equal(graph: fx.Graph) -> None:
 def is_view(node: fx.Node) -> bool:
     """Whether the op's output shares its input's memory."""
     target: Any = node.target
-    schema = target._schema
+    schema = schema_of(target)
     return any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
 
 

@@ -28,6 +28,7 @@ from autopar.capture.graphs import Role, assign_keys
 from autopar.capture.labels import CallMode, Labels, error_source
 from autopar.capture.replaced import replacements
 from autopar.errors import CaptureError, Error
+from autopar.private import OpOverload, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +228,8 @@ def _fake(mode: Any, role: Role, value: Tensor, request: Request) -> Tensor:
 def _mutates(graph: fx.GraphModule) -> bool:
     """Whether the trace must be made functional; batch norm mutates its statistics without saying so."""
     hidden = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
-    ops = [n.target for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    return any(op._schema.is_mutable or op.overloadpacket.__name__ in hidden for op in ops)
+    ops = [n.target for n in graph.graph.nodes if isinstance(n.target, OpOverload)]
+    return any(schema_of(op).is_mutable or op.overloadpacket.__name__ in hidden for op in ops)
 
 
 def _placeholder_nodes(graph: fx.GraphModule) -> list[fx.Node]:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.private import size_expression
+from autopar.private import OpOverload, size_expression
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -111,7 +111,7 @@ def outputs(graph: fx.GraphModule) -> tuple[Any, ...]:
 def op_name(node: fx.Node) -> str:
     """ "linear" for `autopar::linear`, "view" for `aten::view`."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket.__name__)
     name = str(getattr(target, "__name__", target))
     return name if name == "getitem" else f"python.{name}"

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import private
 from autopar.errors import CaptureError
+from autopar.private import OpOverload, TorchDispatchMode, schema_of
 
 Consume = Callable[[str, Tensor], None]
 
@@ -51,7 +51,7 @@ class View:
 class Op:
     """One recorded op; tensors in the arguments are `View`s."""
 
-    target: torch._ops.OpOverload
+    target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[View, ...]
@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = len(self.recording.num_bytes)
         result = func(*args, **kwargs)
         outputs = tuple(self.view(tensor) for tensor in _tensors(result))
-        if func._schema.is_mutable or any(view.storage >= known for view in outputs):
+        if schema_of(func).is_mutable or any(view.storage >= known for view in outputs):
             self._append(func, inputs, outputs, known)
         return result
 
@@ -138,14 +138,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _append(self, func: Any, inputs: Any, outputs: tuple[View, ...], known: int) -> None:
         args, kwargs = inputs
-        written = [_argument(args, kwargs, i, a.name) for i, a in enumerate(func._schema.arguments) if _is_written(a)]
+        written = [
+            _argument(args, kwargs, i, a.name) for i, a in enumerate(schema_of(func).arguments) if _is_written(a)
+        ]
         targets = [view for item in written for view in _views(item)]
         fresh = frozenset(view.storage for view in outputs if view.storage >= known)
         overwritten = frozenset(v.storage for v in targets if func in OVERWRITING and self._covers(v))
         writes = fresh | {view.storage for view in targets}
         reads = frozenset(view.storage for view in _views(inputs)) - overwritten
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-        if outputs and not list(_views(inputs)) and any(a.name == "dtype" for a in func._schema.arguments):
+        if outputs and not list(_views(inputs)) and any(a.name == "dtype" for a in schema_of(func).arguments):
             kwargs["dtype"] = outputs[0].dtype  # the default dtype may have been another
         if kwargs.get("generator") is not None:
             raise CaptureError("the factory initialises weights with a generator of its own; use the global one")

@@ -27,6 +27,7 @@ def replacements(*, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         F.linear: functools.partial(_linear, mixed=mixed),
         F.scaled_dot_product_attention: _attention,
+        F.multi_head_attention_forward: functools.partial(_multi_head_attention, mixed=mixed),
         F.cross_entropy: _cross_entropy,
         F.nll_loss: _nll_loss,
         F.pad: _pad,
@@ -70,6 +71,55 @@ def _attention(
     q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     return torch.ops.autopar.attention(q, k, v, attn_mask, is_causal, factor)[0]
+
+
+def _multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    is_causal: bool = False,
+    mixed: bool = False,
+    **others: Any,
+) -> Any:
+    """`nn.MultiheadAttention` [s, b, w] in its usual form; torch's own code would hide its layers from this table."""
+    if in_proj_weight is None or bias_k is not None or add_zero_attn or need_weights or use_separate_proj_weight:
+        return NotImplemented
+    if (training and dropout_p > 0) or key_padding_mask is not None or others.get("static_k") is not None:
+        return NotImplemented
+    if query.dim() != 3 or key is not value:
+        return NotImplemented
+    linear = functools.partial(_linear, mixed=mixed)
+    if query is key:
+        parts = linear(query, in_proj_weight, in_proj_bias).chunk(3, -1)
+    else:
+        width = query.shape[-1]
+        to_q, to_kv = in_proj_weight[:width], in_proj_weight[width:]
+        q_bias, kv_bias = (None, None) if in_proj_bias is None else (in_proj_bias[:width], in_proj_bias[width:])
+        parts = (linear(query, to_q, q_bias), *linear(key, to_kv, kv_bias).chunk(2, -1))
+    q, k, v = (x.view(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3) for x in parts)
+    mask = None if is_causal else attn_mask
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(-1, num_heads, *mask.shape[1:])
+    attended = _attention(q, k, v, mask, is_causal=is_causal)
+    if attended is NotImplemented:
+        return NotImplemented
+    merged = attended.permute(2, 0, 1, 3).reshape(query.shape)
+    return linear(merged, out_proj_weight, out_proj_bias), None
 
 
 def _autocast_dtype() -> torch.dtype | None:

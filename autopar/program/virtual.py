@@ -134,7 +134,7 @@ class VirtualMesh:
                     store[cell] = [scalar] * self.mesh.num_ranks
                 if cell in plan.zeroed:
                     local = torch.zeros(value.layout.local_shape(self.mesh), dtype=value.dtype)
-                    store[cell] = [local] * self.mesh.num_ranks
+                    store[cell] = _apart(local, self.mesh.num_ranks)
 
     def _run(self, stage: int, call: Call, messages: dict[Message, Wide]) -> None:
         store, program = self._stores[stage], self.pipeline.stages[stage]
@@ -252,12 +252,17 @@ def _per_group(collective: Callable[..., list[Tensor]]) -> Callable[[Mesh, list[
     return run
 
 
+def _apart(value: Tensor, count: int) -> list[Tensor]:
+    """A tensor of its own for each rank: parts may overwrite what they were given."""
+    return [value] + [value.clone() for _ in range(count - 1)]
+
+
 def _all_gather(xs: list[Tensor], dim: int) -> list[Tensor]:
-    return [torch.cat(xs, dim)] * len(xs)
+    return _apart(torch.cat(xs, dim), len(xs))
 
 
 def _all_reduce(xs: list[Tensor], op: str = "sum") -> list[Tensor]:
-    return [collectives.ordered_reduce(xs, op)] * len(xs)
+    return _apart(collectives.ordered_reduce(xs, op), len(xs))
 
 
 def _reduce_scatter(xs: list[Tensor], dim: int, op: str = "sum") -> list[Tensor]:

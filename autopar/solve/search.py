@@ -100,33 +100,42 @@ def _bound(state: State) -> float:
         reduce(model)
     except Infeasible:
         return math.inf
-    bound = search(state, model, math.inf)
+    bound = search(state, model)
     if state.choice is None and math.isfinite(bound) and state.problem.limits:
         _fall_back(state)
     return bound
 
 
-def search(state: State, model: Model, cutoff: float) -> float:
-    """Offers choices of a reduced model; returns min(cutoff, a bound of the model's objective)."""
+def search(state: State, model: Model) -> float:
+    """Offers choices of a reduced model; returns a bound of the model's objective.
+
+    Looks for choices just above the bound first: the less there is to gain, the more variables reduced costs fix.
+    """
     if not model.alive:
-        return min(cutoff, _settle(state, model))
+        return _settle(state, model)
     flow = Flow.of(model)
-    relaxed = relax(flow)
-    if relaxed is None:
-        return cutoff
-    priced = price(flow, relaxed.prices)
-    state.offer(recover(model, flow.choice(relaxed.values), state.num_nodes))
-    bound = _safe(priced.bound - model.loss)
-    most = _greatest(flow, priced)
+    priced = _relaxed(state, flow)
+    if priced is None:
+        return math.inf
+    bound, most = _safe(priced.bound - model.loss), _greatest(flow, priced)
     step = max(max(state.gap, FIRST_STEP) * abs(bound), 1e-6 * (most - bound))
-    while not state.is_closed(bound) and bound < cutoff and not state.is_spent:
+    while not state.is_closed(bound) and not state.is_spent:
         known, reach = state.objective, priced.bound + step
-        reach = min(cutoff, known, reach if reach < most else math.inf)
+        reach = min(known, reach if reach < most else math.inf)
         bound = max(bound, _search_under(state, flow, priced, reach))
-        if reach >= min(cutoff, state.objective) and state.objective >= known:
+        if reach >= state.objective and state.objective >= known:
             break
         step *= WIDEN
-    return min(cutoff, bound)
+    return bound
+
+
+def _relaxed(state: State, flow: Flow) -> Priced | None:
+    """The relaxation's prices, its rounded values offered as a choice; None when it has no solution."""
+    relaxed = relax(flow)
+    if relaxed is None:
+        return None
+    state.offer(recover(flow.model, flow.choice(relaxed.values), state.num_nodes))
+    return price(flow, relaxed.prices)
 
 
 def _settle(state: State, model: Model) -> float:
@@ -145,32 +154,36 @@ def _safe(bound: float) -> float:
 
 
 def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> float:
-    """Fixes what can't be part of a choice under `reach`, and searches the rest; returns min(reach, bound)."""
-    keep = marginals(flow, priced.reduced) <= (reach - priced.bound) + EXACT * abs(priced.bound)
-    try:
-        model = restricted(flow, keep)
-        reduce(model)
-    except Infeasible:
-        return reach
-    if not model.alive:
-        return min(reach, _settle(state, model))
-    smaller = Flow.of(model)
-    if smaller.size < SHRINK * flow.size:
-        return search(state, model, reach)
-    return _integers(state, smaller, reach)
+    """Fixes what can't be part of a choice under `reach` for as long as that helps, and searches what is left;
+    returns a bound of the flow's model, at most `reach`."""
+    size = flow.size
+    while True:
+        slack = reach - priced.bound + EXACT * abs(priced.bound)
+        try:
+            model = restricted(flow, marginals(flow, priced.reduced) <= slack)
+            reduce(model)
+        except Infeasible:
+            return reach
+        if not model.alive:
+            return min(reach, _settle(state, model))
+        flow = Flow.of(model)
+        found = _relaxed(state, flow)
+        if found is None or _safe(found.bound - model.loss) >= reach:
+            return reach
+        priced, reach = found, min(reach, state.objective)
+        if flow.size >= SHRINK * size:
+            return min(reach, _integers(state, flow, priced, reach))
+        size = flow.size
 
 
-def _integers(state: State, flow: Flow, reach: float) -> float:
+def _integers(state: State, flow: Flow, priced: Priced, reach: float) -> float:
     """CP-SAT on the whole flow; where rounded memory let through what doesn't fit, again with less room."""
-    relaxed = relax(flow)
-    if relaxed is None:
-        return reach
-    priced, model = price(flow, relaxed.prices), flow.model
+    model = flow.model
     bound, room = _safe(priced.bound - model.loss), dict(model.room)
+    top = reach if math.isfinite(reach) else _greatest(flow, priced)
     proven = bound
     for attempt in range(4):
-        top = reach if math.isfinite(reach) else _greatest(flow, priced)
-        effort = Effort(max(state.gap, EXACT) * abs(top) / 2, state.deterministic_s, state.deadline - time.monotonic(), state.seed)
+        effort = _effort(state, top)
         outcome = search_integers(flow, priced.prices, bound, top, effort, room, _hint(state, flow))
         state.deterministic_s -= outcome.deterministic_s
         if attempt == 0:
@@ -181,7 +194,12 @@ def _integers(state: State, flow: Flow, reach: float) -> float:
         if math.isfinite(state.offer(choice)) or state.is_spent:
             break
         room = _tighter(state, choice, room)
-    return min(reach, max(bound, proven))
+    return max(bound, proven)
+
+
+def _effort(state: State, top: float) -> Effort:
+    gap = max(state.gap, EXACT) * abs(top) / 2
+    return Effort(gap, state.deterministic_s, state.deadline - time.monotonic(), state.seed)
 
 
 def _greatest(flow: Flow, priced: Priced) -> float:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from autopar.capture import Captured, ForwardStep, Role, TrainStep, graph_hash, op_name, outputs, placeholders
 from autopar.capture.clean import is_view
+from autopar.private import OpOverload, schema_of
 
 
 def values_of(step: ForwardStep, batch: Any, index: int = 0) -> list[Tensor]:
@@ -140,8 +141,8 @@ def test_graph_is_functional_and_clean(name: str) -> None:
     step, _ = make_step(name)
     for node in call_nodes(step.capture()):
         assert node.users, node
-        if isinstance(node.target, torch._ops.OpOverload):
-            assert not node.target._schema.is_mutable, node
+        if isinstance(node.target, OpOverload):
+            assert not schema_of(node.target).is_mutable, node
         assert op_name(node) not in {"detach", "alias", "addmm", "_unsafe_view", "native_dropout", "native_batch_norm"}
         assert set(node.meta) == {"val", "path", "phase", "source", "key"}
     keys = [node.meta["key"] for node in step.capture().gradient.graph.nodes]
@@ -317,8 +318,39 @@ def test_losses_in_primitive_ops(name: str) -> None:
 
 def test_views_are_merged() -> None:
     step, _ = make_step("llama")
-    views = [
-        node for node in call_nodes(step.capture()) if isinstance(node.target, torch._ops.OpOverload) and is_view(node)
-    ]
+    views = [node for node in call_nodes(step.capture()) if isinstance(node.target, OpOverload) and is_view(node)]
     described = [(node.target, str(node.args)) for node in views]
     assert len(set(described)) == len(described)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.layer(self.embed(tokens), src_mask=mask)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def test_multihead_attention_is_made_of_composites() -> None:
+    torch.manual_seed(0)
+    step = TrainStep(Encoder(), models.token_batch())
+    got, want = run_captured(step, step.batch), run_eager(step, step.batch)
+    for role in got:
+        torch.testing.assert_close(got[role], want[role], rtol=1e-5, atol=1e-6)
+    names = [op_name(node) for node in call_nodes(step.capture())]
+    assert names.count("linear") == 5 and names.count("attention") == 1 and "mm" not in names
+
+
+def test_padding_masks_reach_attention() -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(4, 8, dtype=torch.long)
+    mask[0, 5:] = 0
+    step = TrainStep(models.tiny_llama(), {**models.hf_batch(), "attention_mask": mask})
+    got, want = run_captured(step, step.batch), run_eager(step, step.batch)
+    for role in got:
+        torch.testing.assert_close(got[role], want[role], rtol=1e-5, atol=1e-6)

@@ -20,7 +20,7 @@ def slots(text):
 def traced_part(function, inputs, outputs, *arguments, name="forward"):
     """`function` as a part; `inputs` and `outputs` are slots in words."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(argument) for argument in arguments]
+        fakes = [mode.from_tensor(argument.clone()) for argument in arguments]
         module = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     return part_of(module, inputs, outputs, name)
 

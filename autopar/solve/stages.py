@@ -1,0 +1,235 @@
+"""The second level: which layers form which pipeline stage.
+
+    layers = [Layer((Point(seconds=1.0, static_bytes=4.0, saved_bytes=1.0),))] * 8
+    cut = cut_layers(CutProblem(tuple(layers), num_stages=2, microbatches=4, capacity=30.0, in_flight=(2, 1)))
+    cut.counts          # (4, 4): the first four layers, then the rest
+
+A step of 1F1B with M microbatches takes (M - 1) * (slowest stage) + sum over stages (fill and drain), so the cut
+minimises that, under each stage's memory: the sum over its layers of static + microbatches in flight * saved.
+
+Invariants:
+- stages are contiguous, in order, and none is empty;
+- a layer has one point or several (for instance with and without recompute), and the cheapest points that fit together
+  are chosen per stage;
+- exact, except that a stage's front of more than `MAX_FRONT` points has its memory rounded up by capacity / 2^14 per
+  layer: then the cut still fits, and may miss one that fits by less than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solve.problem import TOLERANCE, Array
+
+MAX_FRONT = 2048
+MEMORY_STEPS = 2.0**14
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to run a layer: seconds per microbatch (forward and backward), bytes at rest, bytes kept in flight."""
+
+    seconds: float
+    static_bytes: float = 0.0
+    saved_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The ways to run one unit; `cut_seconds` is what a cut right after it costs the stage that it ends."""
+
+    points: tuple[Point, ...]
+    cut_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CutProblem:
+    """Layers to cut; per stage: microbatches in flight, and what it costs and holds whichever layers it gets."""
+
+    layers: tuple[Layer, ...]
+    num_stages: int
+    microbatches: int
+    capacity: float
+    in_flight: tuple[int, ...]
+    stage_seconds: tuple[float, ...] = ()
+    stage_bytes: tuple[float, ...] = ()
+
+    def own_seconds(self, stage: int) -> float:
+        return self.stage_seconds[stage] if self.stage_seconds else 0.0
+
+    def own_bytes(self, stage: int) -> float:
+        return self.stage_bytes[stage] if self.stage_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Layers per stage, the point of each layer, seconds and bytes per stage, and the step's seconds."""
+
+    counts: tuple[int, ...]
+    points: tuple[int, ...]
+    seconds: tuple[float, ...]
+    bytes: tuple[float, ...]
+    objective: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Front:
+    """The points of a segment that are worth having: bytes rising, seconds falling; the layer's point and the index
+    into the front without its last layer."""
+
+    used: Array
+    seconds: Array
+    point: Array
+    before: Array
+
+
+def cut_layers(problem: CutProblem) -> Cut | None:
+    """The best cut; None when no cut fits.
+
+    For each bound on the slowest stage, from the least feasible one up, the cheapest sum under that bound by dynamic
+    programming over (stage, layer); stops when the bound alone costs more than the best cut.
+    """
+    times = np.array([_segment_seconds(problem, stage) for stage in range(problem.num_stages)])
+    least = _cheapest_sum(times)
+    if not math.isfinite(least[0]):
+        return None
+    candidates = np.unique(times[np.isfinite(times)])
+    best, best_counts = math.inf, None
+    for bound in candidates[_first_feasible(times, candidates) :]:
+        if (problem.microbatches - 1) * bound + least[0] >= best:
+            break
+        total, counts = _cheapest_sum(np.where(times <= bound, times, np.inf))
+        value = total + (problem.microbatches - 1) * _slowest(times, counts)
+        if value < best:
+            best, best_counts = value, counts
+    assert best_counts is not None, candidates
+    return evaluate_cut(problem, best_counts, _points(problem, best_counts))
+
+
+def _first_feasible(times: Array, candidates: Array) -> int:
+    """The index of the least bound on the slowest stage under which some cut exists."""
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if math.isfinite(_cheapest_sum(np.where(times <= candidates[middle], times, np.inf))[0]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _cheapest_sum(times: Array) -> tuple[float, tuple[int, ...]]:
+    """The least sum of segments times[stage, start, end] from layer 0 to the last, and the layers per stage."""
+    num_stages, size = times.shape[0], times.shape[1]
+    reach = np.full(size, np.inf)
+    reach[0] = 0.0
+    starts = []
+    for stage in range(num_stages):
+        total = reach[:, None] + times[stage]
+        starts.append(total.argmin(axis=0))
+        reach = total.min(axis=0)
+    if not math.isfinite(reach[-1]):
+        return math.inf, ()
+    counts, end = [], size - 1
+    for stage_starts in reversed(starts):
+        counts.append(end - int(stage_starts[end]))
+        end = int(stage_starts[end])
+    return float(reach[-1]), tuple(reversed(counts))
+
+
+def _slowest(times: Array, counts: Sequence[int]) -> float:
+    ends = np.cumsum(counts)
+    return max(float(times[stage, end - count, end]) for stage, (count, end) in enumerate(zip(counts, ends, strict=True)))
+
+
+def _segment_seconds(problem: CutProblem, stage: int) -> Array:
+    """[start, end]: seconds of the stage with layers start..end-1; infinite where they don't fit."""
+    size = len(problem.layers)
+    result = np.full((size + 1, size + 1), np.inf)
+    for start in range(size):
+        for end, front in enumerate(_fronts(problem, stage, start), start + 1):
+            if not len(front.used):
+                break
+            result[start, end] = front.seconds[-1] + _fixed_seconds(problem, stage, end)
+    return result
+
+
+def _fixed_seconds(problem: CutProblem, stage: int, end: int) -> float:
+    is_cut = end < len(problem.layers)
+    return problem.own_seconds(stage) + (problem.layers[end - 1].cut_seconds if is_cut else 0.0)
+
+
+def _fronts(problem: CutProblem, stage: int, start: int):
+    """The fronts of the segments that begin at `start`, one layer longer each time."""
+    room = problem.capacity * (1 + TOLERANCE) - problem.own_bytes(stage)
+    front = _Front(np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1, int))
+    if room < 0:
+        return
+    for layer in problem.layers[start:]:
+        used = np.array([point.static_bytes + problem.in_flight[stage] * point.saved_bytes for point in layer.points])
+        seconds = np.array([point.seconds for point in layer.points])
+        front = _extend(front, used, seconds, room)
+        yield front
+
+
+def _extend(front: _Front, used: Array, seconds: Array, room: float) -> _Front:
+    """Every point of `front` with every point of one more layer, without those that don't fit or aren't worth it."""
+    num_points = len(used)
+    all_used = (front.used[:, None] + used).reshape(-1)
+    all_seconds = (front.seconds[:, None] + seconds).reshape(-1)
+    if len(all_used) > MAX_FRONT * num_points:
+        all_used = np.ceil(all_used * (MEMORY_STEPS / room)) * (room / MEMORY_STEPS)
+    order = np.lexsort((all_seconds, all_used))
+    order = order[all_used[order] <= room]
+    fastest = np.minimum.accumulate(all_seconds[order])
+    worth = np.diff(fastest, prepend=np.inf) < 0
+    order = order[worth]
+    return _Front(all_used[order], all_seconds[order], order % num_points, order // num_points)
+
+
+def _points(problem: CutProblem, counts: Sequence[int]) -> tuple[int, ...]:
+    """The fastest points that fit, per stage."""
+    chosen: list[int] = []
+    for stage, count in enumerate(counts):
+        fronts = [front for front, _ in zip(_fronts(problem, stage, len(chosen)), range(count), strict=False)]
+        index, points = len(fronts[-1].used) - 1, []
+        for front in reversed(fronts):
+            points.append(int(front.point[index]))
+            index = int(front.before[index])
+        chosen += reversed(points)
+    return tuple(chosen)
+
+
+def evaluate_cut(problem: CutProblem, counts: Sequence[int], points: Sequence[int]) -> Cut:
+    """What a cut costs and holds, from the problem alone."""
+    seconds, held, start = [], [], 0
+    for stage, count in enumerate(counts):
+        picked = [problem.layers[start + k].points[points[start + k]] for k in range(count)]
+        start += count
+        seconds.append(math.fsum(point.seconds for point in picked) + _fixed_seconds(problem, stage, start))
+        in_flight = problem.in_flight[stage]
+        held.append(
+            problem.own_bytes(stage) + math.fsum(point.static_bytes + in_flight * point.saved_bytes for point in picked)
+        )
+    objective = (problem.microbatches - 1) * max(seconds) + math.fsum(seconds)
+    return Cut(tuple(counts), tuple(points), tuple(seconds), tuple(held), objective)
+
+
+def cut_lower_bound(problem: CutProblem) -> float:
+    """A quick bound of every cut: an even split of the least total, or one layer that no cut divides; infinite when all
+    devices together lack the memory, or there are fewer layers than stages."""
+    stages = range(problem.num_stages)
+    if len(problem.layers) < problem.num_stages:
+        return math.inf
+    in_flight = min(problem.in_flight)
+    held = sum(min(point.static_bytes + in_flight * point.saved_bytes for point in layer.points) for layer in problem.layers)
+    if held + sum(problem.own_bytes(stage) for stage in stages) > problem.num_stages * problem.capacity * (1 + TOLERANCE):
+        return math.inf
+    least = [min(point.seconds for point in layer.points) for layer in problem.layers]
+    cuts = sorted(layer.cut_seconds for layer in problem.layers[:-1])[: problem.num_stages - 1]
+    total = math.fsum(least) + math.fsum(cuts) + sum(problem.own_seconds(stage) for stage in stages)
+    return (problem.microbatches - 1) * max(total / problem.num_stages, max(least)) + total

@@ -1,0 +1,87 @@
+"""The cut into stages against brute force over every cut and every point."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+
+from autopar.solve.stages import CutProblem, Layer, Point, cut_layers, cut_lower_bound, evaluate_cut
+
+
+def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+    return [tuple(np.diff((0, *cut, num_layers)).tolist()) for cut in cuts]
+
+
+def best_by_force(problem: CutProblem) -> float:
+    best = math.inf
+    for counts in every_cut(len(problem.layers), problem.num_stages):
+        for points in itertools.product(*(range(len(layer.points)) for layer in problem.layers)):
+            cut = evaluate_cut(problem, counts, points)
+            if max(cut.bytes) <= problem.capacity:
+                best = min(best, cut.objective)
+    return best
+
+
+def random_cut_problem(seed: int) -> CutProblem:
+    rng = np.random.default_rng(seed)
+    num_layers, num_stages = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+
+    def point() -> Point:
+        return Point(float(rng.integers(1, 20)), float(rng.integers(0, 20)), float(rng.integers(0, 6)))
+
+    layers = tuple(
+        Layer(tuple(point() for _ in range(int(rng.integers(1, 4)))), float(rng.integers(0, 3))) for _ in range(num_layers)
+    )
+    seconds = tuple(float(value) for value in rng.integers(0, 10, num_stages))
+    held = tuple(float(value) for value in rng.integers(0, 10, num_stages))
+    in_flight = tuple(range(num_stages, 0, -1))
+    return CutProblem(layers, num_stages, int(rng.integers(1, 9)), float(rng.integers(20, 90)), in_flight, seconds, held)
+
+
+def test_equals_brute_force() -> None:
+    outcomes = {True: 0, False: 0}
+    for seed in range(150):
+        problem = random_cut_problem(seed)
+        expected, cut = best_by_force(problem), cut_layers(problem)
+        outcomes[cut is not None] += 1
+        assert cut_lower_bound(problem) <= expected + 1e-9, seed
+        if cut is None:
+            assert math.isinf(expected), seed
+            continue
+        assert cut.objective == pytest.approx(expected), seed
+        assert max(cut.bytes) <= problem.capacity and sum(cut.counts) == len(problem.layers)
+    assert min(outcomes.values()) > 20, outcomes
+
+
+def test_even_layers_are_cut_evenly() -> None:
+    layers = (Layer((Point(1.0, 4.0, 1.0),)),) * 8
+    cut = cut_layers(CutProblem(layers, 2, 4, 30.0, (2, 1)))
+    assert cut is not None and cut.counts == (4, 4) and cut.objective == 4.0 * 3 + 8.0
+
+
+def test_a_heavy_head_shortens_the_last_stage() -> None:
+    layers = (Layer((Point(1.0),)),) * 8
+    cut = cut_layers(CutProblem(layers, 2, 16, 30.0, (2, 1), stage_seconds=(0.0, 2.0)))
+    assert cut is not None and cut.counts == (5, 3)
+
+
+def test_memory_moves_the_cut_and_slower_points_are_taken_only_where_needed() -> None:
+    fast, slow = Point(1.0, 1.0, 3.0), Point(1.4, 1.0, 0.5)
+    cut = cut_layers(CutProblem((Layer((fast, slow)),) * 8, 4, 8, 10.0, (4, 3, 2, 1)))
+    assert cut is not None
+    assert cut.points[-1] == 0 and cut.points[0] == 1
+    assert max(cut.bytes) <= 10.0
+
+
+def test_eighty_layers_and_sixteen_stages_take_no_time() -> None:
+    rng = np.random.default_rng(0)
+    layers = tuple(Layer((Point(1.0 + 0.1 * float(rng.random()), 3.0, 0.25),), 0.01) for _ in range(80))
+    begin = time.process_time()
+    cut = cut_layers(CutProblem(layers, 16, 64, 80.0, tuple(range(16, 0, -1))))
+    assert cut is not None and cut.objective >= cut_lower_bound(CutProblem(layers, 16, 64, 80.0, tuple(range(16, 0, -1))))
+    assert time.process_time() - begin < 5.0

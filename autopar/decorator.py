@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -217,6 +218,7 @@ def agree(make: Callable[[], Plan]) -> Plan:
         plan = make()
     except Exception as error:
         _broadcast([type(error).__name__, str(error)])
+        _await_all()
         raise
     _broadcast(["Plan", plan.to_json()])
     return plan
@@ -225,6 +227,7 @@ def agree(make: Callable[[], Plan]) -> Plan:
 def _received() -> Plan:
     kind, text = _broadcast(["", ""])
     if kind != "Plan":
+        _await_all()
         raise _ERRORS.get(kind, Error)(f"rank 0: {text}")
     return Plan.from_json(text, "the plan of rank 0")
 
@@ -232,6 +235,12 @@ def _received() -> Plan:
 def _broadcast(words: list[str]) -> list[str]:
     dist.broadcast_object_list(words, src=0)
     return words
+
+
+def _await_all() -> None:
+    """Keeps rank 0 alive until its message was read: a rank that exits takes the bytes under way with it."""
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
 
 
 _ERRORS: dict[str, type[Error]] = {cls.__name__: cls for cls in Error.__subclasses__()}

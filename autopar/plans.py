@@ -191,6 +191,16 @@ class Plan:
             raise PlanError(f"plan: node_stage[{path!r}] is {stage}, but there are {len(self.stages)} stages")
 
     # -- text ------------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        from autopar import show
+
+        return show.text(self)
+
+    def _repr_html_(self) -> str:
+        from autopar import show
+
+        return show.html(self)
+
     def to_json(self) -> str:
         """The plan's text: top-level entries one a line, choices sorted in natural order, short rows on one line."""
         data = _encode(self)

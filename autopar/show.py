@@ -26,6 +26,7 @@ from autopar.plans import Plan, StageSpan, stage_of
 from autopar.units import format_bytes, format_seconds
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+PHASES = ("prologue", "forward", "backward", "update")
 Cell = str | int | float
 Row = tuple[Cell, ...]
 
@@ -96,7 +97,7 @@ def explain(plan: Plan, target: str) -> list[Table]:
 
     Nodes that split nothing have no choice and aren't listed.
     """
-    keys = [key for key in plan.choices if _is_meant(target, key)]
+    keys = sorted((key for key in plan.choices if _is_meant(target, key)), key=_phase_rank)
     stages = {stage for unit, stage in plan.node_stage.items() if matches_module(target, unit)}
     stages |= {stage_of(plan.node_stage, _path(key)) for key in keys}
     if not stages:
@@ -232,6 +233,12 @@ def _path(key: str) -> str:
     """The module path of a node key, `"blocks.0.up/linear/forward#0"` or `"param:blocks.0.up.weight"`."""
     kind, colon, name = key.partition(":")
     return name.rpartition(".")[0] if colon and "/" not in kind else key.partition("/")[0]
+
+
+def _phase_rank(key: str) -> int:
+    """Inputs of the step first, then its phases in their order; a key ends in `/phase#n`."""
+    phase = key.rpartition("/")[2].partition("#")[0]
+    return PHASES.index(phase) if phase in PHASES else -1
 
 
 def _is_meant(target: str, key: str) -> bool:

@@ -125,6 +125,12 @@ class Localiser:
         self.run(node)
         return node
 
+    def cast(self, value: Node, dtype: torch.dtype) -> Node:
+        cast = self.call(value, aten._to_copy.default, value, layout=value.meta["layout"])
+        cast.kwargs = {"dtype": dtype}
+        self.run(cast)
+        return cast
+
     def offset(self, node: Node, axes: list[str], local_size: int) -> Node | int:
         """This rank's first index along a factor split by `axes` (major first)."""
         if not axes:
@@ -300,10 +306,12 @@ def _localised_index(localiser: Localiser, node: Node, index: Node, axes: list[s
 
 
 def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node:
+    """`value` where `inside`, else 0: chosen, not multiplied, since what is masked out may be infinite."""
     missing = value.meta["local_val"].dim() - inside.meta["local_val"].dim()
     for _ in range(missing):
         inside = localiser.call(inside, aten.unsqueeze.default, inside, -1)
-    return localiser.call(value, aten.mul.Tensor, value, inside)
+    nothing = False if value.meta["local_val"].dtype == torch.bool else 0
+    return localiser.call(value, aten.where.ScalarOther, inside, value, nothing)
 
 
 def _index_axes(node: Node) -> tuple[list[str], Layout]:
@@ -389,7 +397,16 @@ def _linear(localiser: Localiser, node: Node) -> None:
         node.args = (node.args[0], node.args[1], scaled)
 
 
+def _squeeze(localiser: Localiser, node: Node) -> None:
+    """A view: a dim that only a shard has of size 1 must stay."""
+    node.target, node.args, node.kwargs = aten.view.default, (node.args[0], _local_result(localiser, node)), {}
+
+
 def _arange(localiser: Localiser, node: Node) -> None:
+    """`start + step * (offset + i)`, counted as torch does: in whole numbers or in float64, then cast.
+
+    Counting in the result's own dtype would round twice.
+    """
     (whole,), (local,) = node.meta["layout"].global_shape, node.meta["layout"].local_shape(localiser.mesh)
     if whole == local:
         return
@@ -397,15 +414,21 @@ def _arange(localiser: Localiser, node: Node) -> None:
     start, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
     axes = [axis for factor in node.meta["layout"].dims[0] for axis in factor.axes]
     first = localiser.offset(node, axes, local)
-    begin = localiser.call(node, operator.mul, first, step)
-    begin = localiser.call(node, operator.add, begin, start)
-    node.target, node.args = aten.arange.start_step, (0, local * step, step)
-    users = list(node.users)
+    dtype = node.meta["val"].dtype
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    node.target, node.args, node.kwargs = aten.arange.default, (local,), {**node.kwargs, "dtype": wide}
+    users, layout = list(node.users), node.meta["layout"]
     with localiser.graph.inserting_before(node.next):
         localiser.run(node)
-        shifted = localiser.call(node, aten.add.Tensor, node, begin, layout=node.meta["layout"])
+        value = localiser.call(node, aten.add.Tensor, node, first, layout=layout)
+        if step != 1:
+            value = localiser.call(node, aten.mul.Tensor, value, step, layout=layout)
+        if start != 0:
+            value = localiser.call(node, aten.add.Tensor, value, start, layout=layout)
+        if wide != dtype:
+            value = localiser.cast(value, dtype)
     for user in users:
-        user.replace_input_with(node, shifted)
+        user.replace_input_with(node, value)
 
 
 _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
@@ -427,6 +450,7 @@ _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
     "aten.split_with_sizes": _split,
     "aten.mean": _mean,
     "aten.native_layer_norm_backward": _contiguous_operands,
+    "aten.squeeze": _squeeze,
     "aten.embedding": _embedding,
     "aten.embedding_dense_backward": _embedding_backward,
     "aten.gather": _gather,

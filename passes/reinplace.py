@@ -10,7 +10,7 @@ What may be overwritten:
 - a value that the part itself made, once no value that lies in its storage is read later (views count, as do
   collectives in flight, which hold their input until they are awaited);
 - a donated input: a `param`, `state` or `accumulator` slot that is also an output, but only by ops on the way to that
-  output; and an `accumulator` that `update` reads last.
+  output. Other inputs are never written: somebody may be sending them.
 The operand must be dense and agree with the result in shape, dtype and strides; no other operand may be another view
 of its storage. Where a donated output's value can't be computed in place it is copied there at the end.
 """
@@ -96,8 +96,6 @@ class _Storage:
         for slot, node in placeholders.items():
             if slot.kind in DONATED_KINDS and slot in results:
                 yield (node, 0), _way_to(results[slot], node)
-            elif slot.kind == "accumulator" and self.part.name == "update":
-                yield (node, 0), frozenset(self.graph.nodes)
 
     def _returned(self) -> dict[Origin, set[Slot]]:
         returned: dict[Origin, set[Slot]] = {}

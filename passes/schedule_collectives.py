@@ -15,6 +15,7 @@ Where things go, by what a collective hangs on (a block is a run of nodes of one
   of the following block;
 - the rest (activations): started when ready, awaited by the first reader. Weight gradients that are computed before
   it, and that only late things read, are moved behind its start: they are what it hides behind.
+Sums into accumulators that wait for no collective follow their gradient, which is then free.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -44,15 +46,19 @@ class Overlap:
 
     gathered_bytes: int = 1 << 30
     """Greatest total of gathered buffers whose first reader hasn't run yet."""
-    outstanding: int = 16
+    outstanding: int = 24
     """Greatest number of collectives in flight."""
     blocks_ahead: int = 1
 
 
-def schedule_collectives(part: Part, context: Overlap | None = None) -> Part:
-    """`part` with started and awaited collectives in the order described above."""
-    limits = context if isinstance(context, Overlap) else Overlap()
-    if not any(node.target in collectives.STARTED for node in part.graph.graph.nodes):
+def schedule_collectives(part: Part, context: Any = None) -> Part:
+    """`part` with started and awaited collectives in the order described above.
+
+    `context`: the limits, or something with the limits as its attribute `overlap`; by default those of `Overlap()`.
+    """
+    given = getattr(context, "overlap", context)
+    limits = given if isinstance(given, Overlap) else Overlap()
+    if not any(node.target in collectives.STARTED or _is_accumulation(node) for node in part.graph.graph.nodes):
         return part
     split = edit(part, _split)
     order = _limited(_ordered(split.graph.graph, limits), limits.outstanding)
@@ -126,6 +132,7 @@ def _ordered(graph: fx.Graph, limits: Overlap) -> list[fx.Node]:
     early = _early(graph)
     late = _late(graph)
     _delay_fillers(times, late, early)
+    _place_sums(times, late)
     _place_late(times, late)
     _place_early(times, early, late)
     seeds = [node for node in graph.nodes if not (is_wait(node) and node.users)]
@@ -211,7 +218,9 @@ def _fillers(graph: fx.Graph, late: set[fx.Node]) -> set[fx.Node]:
 
 
 def _is_accumulation(node: fx.Node) -> bool:
-    return node.target in SUMS and any(n.op == "placeholder" for n in node.all_input_nodes)
+    """A sum of a part's input and something that only leads to the output."""
+    to_output = all(user.op == "output" for user in node.users)
+    return node.target in SUMS and to_output and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 # -- placement ---------------------------------------------------------------------------------------------------
@@ -223,6 +232,13 @@ def _delay_fillers(times: _Times, late: set[fx.Node], early: set[fx.Node]) -> No
         index = bisect.bisect_left(middle, position)
         if index < len(middle) and times.block(middle[index]) <= times.block(position) + 1:
             times.time[node] = middle[index] + 0.5
+
+
+def _place_sums(times: _Times, late: set[fx.Node]) -> None:
+    """A gradient is added to its accumulator at once, so that it needn't be kept beside it."""
+    for node in times.graph.nodes:
+        if _is_accumulation(node) and node not in late:
+            times.time[node] = max(times.time[operand] for operand in node.all_input_nodes) + 0.01
 
 
 def _place_late(times: _Times, late: set[fx.Node]) -> None:

@@ -100,5 +100,5 @@ except InfeasibleError as error:
 def test_ranks_agree_on_the_plan_or_the_mistake_of_rank_0(tmp_path, capfd, case):
     small_plan("dp=2", "2xcpu").save(tmp_path / "plan.json")
     argument = str(tmp_path / "plan.json") if case == "plan" else "fail"
-    assert run_ranks(2, ["-c", AGREE, argument], timeout_s=60) == 0
+    assert run_ranks(2, ["-c", AGREE, argument], timeout_s=150) == 0
     assert case == "fail" or "dp=2" in capfd.readouterr().out

@@ -36,8 +36,8 @@ def test_html_is_escaped():
 def test_explain_a_module_and_a_node():
     nodes = show.json_tables(show.explain(plan(), "layers.1"))["nodes"]
     assert nodes == [
-        {"node": "layers.1.up/linear/forward#0", "stage": 1, "choice": "dp=b", "backward": "recomputed"},
         {"node": "param:layers.1.up.weight", "stage": 1, "choice": "dp=d0.1", "backward": ""},
+        {"node": "layers.1.up/linear/forward#0", "stage": 1, "choice": "dp=b", "backward": "recomputed"},
     ]
     assert len(show.json_tables(show.explain(plan(), "layers.0.up/linear/forward#0"))["nodes"]) == 1
     assert len(show.json_tables(show.explain(plan(), "layers.*.up"))["nodes"]) == 4

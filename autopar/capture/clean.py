@@ -5,6 +5,7 @@
     addmm(b, x, w)                                   → add(mm(x, w), b)
     x[a:9223372036854775807]                         → x[a:size]
     _unsafe_view, reshape, sizes of -1               → view with all sizes
+    x.new_full(size, value), new_zeros, new_ones     → full, zeros, ones
     device=, pin_memory=                             → gone: the graph is device-neutral
     equal views, casts and cheap factories           → the first of them
     what nothing uses                                → gone
@@ -102,7 +103,20 @@ def _clamp_end(node: fx.Node, mode: Any) -> None:
         node.update_arg(at + 2, size)
 
 
+def _plain_factory(target: Any, num_values: int = 0) -> Callable[[fx.Node, Any], None]:
+    """`x.new_full(size, value)` → `full(size, value)`: a factory that depends on no value."""
+
+    def rewrite(node: fx.Node, mode: Any) -> None:
+        kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+        node.replace_all_uses_with(insert(node, mode, target, *node.args[1 : 2 + num_values], **kwargs))
+
+    return rewrite
+
+
 DECOMPOSITIONS: dict[Any, Callable[[fx.Node, Any], None]] = {
+    aten.new_full.default: _plain_factory(aten.full.default, 1),
+    aten.new_zeros.default: _plain_factory(aten.zeros.default),
+    aten.new_ones.default: _plain_factory(aten.ones.default),
     aten.addmm.default: _split_addmm(aten.mm.default),
     aten.baddbmm.default: _split_addmm(aten.bmm.default),
     aten.view.default: _as_view,

@@ -26,7 +26,9 @@ from autopar.program.spelling import PYTHON_INFIX, Speller
 from autopar.program.storages import (
     Lifetimes,
     is_collective,
+    is_start,
     is_view,
+    is_wait,
     lifetimes,
     local_value,
     nodes_in,
@@ -127,9 +129,9 @@ class Writer:
 
     def _wanted_name(self, node: fx.Node) -> str:
         slot = self.slot_of.get(node)
-        if slot is None:
-            return node.name
-        return slot.name if slot.kind == "param" else f"{slot.kind}_{slot.name}"
+        if slot is not None:
+            return slot.name if slot.kind == "param" else f"{slot.kind}_{slot.name}"
+        return f"{self._wanted_name(_subject(node))}{_suffix(node)}" if _suffix(node) else node.name
 
     def _last_use(self) -> dict[str, int]:
         """Name → position of the statement after which it may be dropped."""
@@ -160,12 +162,15 @@ class Writer:
             statement = self._statement(node)
             if statement is None:
                 continue
+            if is_collective(node):  # moved away from its module; its name says what it is about
+                lines.append(f"    {statement}")
+                continue
             path_here, source_here = node.meta.get("path", ""), node.meta.get("source", "")
-            if path_here and path_here != path:
-                lines.append(f"    # {path_here}")
+            if path_here != path:
+                lines.append(f"    # {path_here or 'the model'}")
             comment = f"  # {source_here}" if source_here and (path_here, source_here) != (path, source) else ""
             lines.append(f"    {statement}{comment}")
-            path, source = path_here or path, source_here or source
+            path, source = path_here, source_here
         return "\n".join([*lines, *self._returning()]) + "\n"
 
     def _unpacking(self) -> list[str]:
@@ -252,6 +257,24 @@ class Writer:
             names.pop(self.names[node], None)
         dead = [name for name in names if self.last_use[name] <= position and name not in self.kept]
         return f"; del {', '.join(dead)}" if dead else ""
+
+
+_SUFFIXES = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduc", "all_to_all": "exchang"}
+
+
+def _suffix(node: fx.Node) -> str:
+    """`_gathering` for what a start gives, `_gathered` for what the collective or its wait gives."""
+    start = node.all_input_nodes[0] if is_collective(node) and is_wait(node) else node
+    verb = _SUFFIXES.get(target_name(start).removesuffix("_start")) if is_collective(start) else None
+    return "" if verb is None else f"_{verb}{'ing' if is_start(node) else 'ed'}"
+
+
+def _subject(node: fx.Node) -> fx.Node:
+    """What a collective is about: its operand, seen through views, waits and other collectives."""
+    operand = node.all_input_nodes[0]
+    while is_view(operand) or _suffix(operand):
+        operand = operand.all_input_nodes[0]
+    return operand
 
 
 def _is_inlinable(node: fx.Node) -> bool:

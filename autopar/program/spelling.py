@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -97,9 +98,9 @@ class Speller:
             return "device"
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
-        assert isinstance(value, (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)), (
-            value
-        )
+        if isinstance(value, str):
+            return json.dumps(value)
+        assert isinstance(value, (int, float, bool, type(None), torch.dtype, torch.layout, torch.memory_format)), value
         return repr(value)
 
     def bind(self, expression: str, wanted: str) -> str:

@@ -105,9 +105,9 @@ class Trainer:
         if value.dtype != described.dtype:
             raise PlanError(f"batch {name!r}: got {value.dtype}, expected {described.dtype}")
         shape = layout.local_shape(mesh) if local else layout.global_shape
-        pieces: Iterator[Tensor] = split_microbatches(value.detach(), shape, microbatches, name)
+        pieces: Iterator[Tensor] = split_microbatches(value.detach().contiguous(), shape, microbatches, name)
         if not local:
-            pieces = (layout.shard(piece, mesh, self.communicator.coordinates) for piece in pieces)
+            pieces = (layout.shard(piece, mesh, self.communicator.coordinates).contiguous() for piece in pieces)
         return [piece.to(self.device, non_blocking=True) for piece in pieces]
 
     def _step_scalars(self) -> dict[str, Tensor]:

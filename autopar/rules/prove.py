@@ -1,6 +1,6 @@
 """Proof of a rule by execution: run the op whole, run it on the shards of each choice, combine, compare.
 
-    prove(node, Mesh.parse("x=2"))      # [] or one Counterexample per wrong choice
+    executed, wrong = prove(node, Mesh.parse("x=2"))      # one Counterexample per wrong choice
 
 The op is localised by the same pass as in a real program and run on all ranks of a virtual mesh in lock-step. Floating
 values are random float64 (with operands that a partial choice makes partial given as random addends), integer operands
@@ -32,15 +32,17 @@ Sample = Callable[[Node, torch.Generator], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """A choice under which the shards don't combine to the whole."""
+    """A choice under which the shards don't combine to the whole, or (`error`) can't be run at all."""
 
     op: str
     choice: str
     result: int
     difference: float
+    error: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op} under '{self.choice}': result {self.result} differs by {self.difference:.2e}"
+        fault = self.error or f"result {self.result} differs by {self.difference:.2e}"
+        return f"{self.op} under '{self.choice}': {fault}"
 
 
 def single_op(node: Node) -> tuple[Graph, Node]:
@@ -60,15 +62,19 @@ def single_op(node: Node) -> tuple[Graph, Node]:
 def prove(
     node: Node, mesh: Mesh, sample: Sample | None = None, choices: Sequence[Choice] | None = None, seed: int = 0
 ) -> tuple[int, list[Counterexample]]:
-    """Executes every choice of the node's rule on `mesh`; returns their number and the counterexamples."""
+    """Executes every choice of the node's rule on `mesh`; returns how many could be, and the counterexamples.
+
+    Choices that no graph of this op alone can have are left out: one value in two layouts, a partial bool.
+    """
     with default_float64():
         _, probe = single_op(node)
         rule: LeafRule = probe.meta["rule"]
         inputs = _inputs(probe, rule, sample or _random_value, torch.Generator().manual_seed(seed))
         whole = _whole(probe, inputs)
         picked = list(enumerate_choices(rule, mesh) if choices is None else choices)
-        found = [c for choice in picked if (c := _try(node, mesh, choice, inputs, whole)) is not None]
-    return len(picked), found
+        tried = [_try(node, mesh, choice, inputs, whole) for choice in picked]
+    executed = [found for found in tried if found is not None]
+    return len(executed), [c for found in executed for c in found]
 
 
 def _inputs(node: Node, rule: LeafRule, sample: Sample, generator: torch.Generator) -> dict[str, Tensor]:
@@ -104,9 +110,8 @@ def _whole(node: Node, inputs: dict[str, Tensor]) -> list[Tensor | None]:
 
 def _try(
     node: Node, mesh: Mesh, choice: Choice, inputs: dict[str, Tensor], whole: list[Tensor | None]
-) -> Counterexample | None:
-    from passes.localise_shapes import localise_graph
-
+) -> list[Counterexample] | None:
+    """The counterexamples of one choice; None where it can't be executed alone."""
     graph, probe = single_op(node)
     rule: LeafRule = probe.meta["rule"]
     probe.meta["choice"] = choice
@@ -116,7 +121,25 @@ def _try(
             return None  # one value in two layouts: a graph would reshard one of them
     if any(n.meta["layout"].partial and n.meta["val"].dtype == torch.bool for n in graph.nodes if n.op == "placeholder"):
         return None  # no op leaves a bool partial
-    layouts = result_layouts(rule, choice)
+    try:
+        differences = _execute(graph, probe, mesh, inputs, whole)
+    except Exception as error:  # a wrong rule may leave shards that the op refuses
+        text = choice_text(rule, choice)
+        return [Counterexample(op_name(node), text, 0, float("inf"), f"{type(error).__name__}: {error}")]
+    return [
+        Counterexample(op_name(node), choice_text(rule, choice), index, difference)
+        for index, difference in differences
+        if not difference <= TOLERANCE
+    ]
+
+
+def _execute(
+    graph: Graph, probe: Node, mesh: Mesh, inputs: dict[str, Tensor], whole: list[Tensor | None]
+) -> list[tuple[int, float]]:
+    """Runs the shards; how far each combined result is from the whole one."""
+    from passes.localise_shapes import localise_graph
+
+    layouts = result_layouts(probe.meta["rule"], probe.meta["choice"])
     probe.meta["layout"] = _spread(probe, layouts)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     shards = [_shards(inputs[n.name], n.meta["layout"], mesh) for n in placeholders]
@@ -125,12 +148,12 @@ def _try(
     output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
     output.args = ((output.args[0],),)
     (got,) = Lockstep(mesh).run(module, shards, lambda _node, _wide: None)
-    for index, (layout, expected) in enumerate(zip(_aligned(probe, layouts), whole, strict=True)):
-        if layout is not None and expected is not None:
-            difference = _difference(got, index, isinstance(probe.meta["val"], (tuple, list)), layout, expected, mesh)
-            if difference > TOLERANCE:
-                return Counterexample(op_name(node), choice_text(rule, choice), index, difference)
-    return None
+    several = isinstance(probe.meta["val"], (tuple, list))
+    return [
+        (index, _difference(got, index, several, layout, expected, mesh))
+        for index, (layout, expected) in enumerate(zip(_aligned(probe, layouts), whole, strict=True))
+        if layout is not None and expected is not None
+    ]
 
 
 def _spread(node: Node, layouts: tuple[Layout, ...]) -> Any:
@@ -166,8 +189,10 @@ def _difference(got: list[Any], index: int, several: bool, layout: Layout, expec
     combined = layout.unshard(local, mesh)
     if combined.shape != expected.shape or combined.dtype != expected.dtype:
         return float("inf")
-    if combined.numel() == 0:
-        return 0.0
-    return float((combined.double() - expected.double()).abs().max() / (1 + expected.double().abs().max()))
+    a, b, finite = combined.double(), expected.double(), expected.double().isfinite()
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    a, b = a[finite], b[finite]
+    return float((a - b).abs().max() / (1 + b.abs().max())) if a.numel() else 0.0
 
 

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from autopar.rules.nodes import pointwise_linear, shapes_of
+from autopar.rules.nodes import pointwise_linear, result_values, shapes_of, tensor_operands
 from autopar.rules.notation import BoundRule, Dims, Linear, Shape
 
 
@@ -82,11 +83,21 @@ def pointwise(node: Node) -> BoundRule:
 
 
 def factory_like(node: Node) -> BoundRule:
-    """`new_zeros(x, size)`: the result takes nothing but the dtype from its operand."""
+    """`new_zeros(x, size)`: the result takes nothing but the dtype from its operand, whose letters don't sum."""
     (operand,), (result,) = shapes_of(node)
     operand_dims, sizes = _letters(operand, "x")
     dims, result_sizes = _letters(result, "d")
-    return _from_letters(node, [operand_dims], [dims], {**sizes, **result_sizes})
+    return _from_letters(node, [operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
+
+
+def copied(node: Node) -> BoundRule:
+    """`... -> ...`; partial sums pass but through a cast that rounds to whole numbers, or to bool."""
+    (operand,), (result,) = tensor_operands(node), result_values(node)
+    assert result is not None
+    source = operand.meta["val"].dtype
+    rounds = result.dtype == torch.bool or (source.is_floating_point and not result.dtype.is_floating_point)
+    dims, sizes = _letters(tuple(map(int, result.shape)), "d")
+    return _from_letters(node, [dims], [dims], sizes, linear=() if rounds else ((0,),))
 
 
 def whole_dim(dim_argument: int) -> Callable[[Node], BoundRule]:
@@ -268,6 +279,8 @@ def split(node: Node) -> BoundRule:
 def concatenated(node: Node) -> BoundRule:
     """The mirror of `split`."""
     parts, (big,) = shapes_of(node)
+    if {len(part) for part in parts} != {len(big)}:
+        return whole(node)  # an old-style empty operand of shape [0]
     dim = _argument(node, 1, "dim", 0) % len(big)
     together: Linear = (tuple(range(len(parts))),)
     if len({part[dim] for part in parts}) == 1:
@@ -284,7 +297,8 @@ def padded(node: Node) -> BoundRule:
     """Padded dims are whole."""
     (operand,), (result,) = shapes_of(node)
     dims, sizes = _letters(operand, "d")
-    changed = [d for d in range(len(operand)) if operand[d] != result[d]]
+    pads = _argument(node, 1, "pad")  # (before, after) from the last dim on; [1, -1] shifts at an equal size
+    changed = [d for d in range(len(operand)) if any(pads[2 * (len(operand) - 1 - d) :][:2])]
     outer = tuple((f"y{d}",) if d in changed else dims[d] for d in range(len(operand)))
     sizes.update({f"y{d}": result[d] for d in changed})
     kept = {name for d in changed for name in (f"d{d}", f"y{d}")}
@@ -354,6 +368,18 @@ def scatter_add(node: Node) -> BoundRule:
     dim = node.args[1] % len(operand)
     dims, sizes = _letters(index, "d")
     return _indexed(node, dim, dims, sizes, operand, operand_list=("value", "index", "source"))
+
+
+def embedding_backward(node: Node) -> BoundRule:
+    """`... d, {v}... -> v d`; gradients scaled by how often an index stands need all indices."""
+    (gradient, index), (result,) = shapes_of(node)
+    by_frequency = bool(_argument(node, 4, "scale_grad_by_freq", False))
+    rows = tuple(f"r{i}" for i in range(len(index)))
+    sizes = {**dict(zip(rows, index, strict=True)), "v": result[0], "d": result[1]}
+    rows_dims = tuple((row,) for row in rows)
+    kept = {*rows, "v"} if by_frequency else set()
+    operands, results = [(*rows_dims, ("d",)), rows_dims], [(("v",), ("d",))]
+    return _from_letters(node, operands, results, sizes, kept, ((0,),), indexes={1: "v"})
 
 
 def _indexed(

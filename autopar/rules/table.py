@@ -1,6 +1,6 @@
 """The table of sharding rules: one line per op.
 
-A row is the op's name, its rules in the notation (the one whose operands fit the node is taken), and the operands in
+A row is the op's name (with its overload where that matters: `aten.max.other`), its rules in the notation (the one whose operands fit the node is taken), and the operands in
 which the op is linear: `"0|1"` is linear in each alone, `"01"` in both jointly. Rules that depend on an op's
 attributes are functions from the node to a `BoundRule`; pointwise ops have one rule from their tag.
 """
@@ -59,6 +59,7 @@ _ROWS: dict[str, Entry] = {
     "aten.transpose": _by(shapes.transposed),
     "aten.permute": _by(shapes.permuted),
     "aten.view": _by(shapes.viewed),
+    "aten.view.dtype": _by(shapes.whole),
     "aten._unsafe_view": _by(shapes.viewed),
     "aten.reshape": _by(shapes.viewed),
     "aten.unsqueeze": _by(shapes.viewed),
@@ -78,7 +79,9 @@ _ROWS: dict[str, Entry] = {
     "aten.amax": _by(shapes.reduction("max")),
     "aten.amin": _by(shapes.reduction("min")),
     "aten.max": _by(shapes.reduction("max")),
+    "aten.max.other": _by(shapes.pointwise),
     "aten.min": _by(shapes.reduction("min")),
+    "aten.min.other": _by(shapes.pointwise),
     # normalisation and softmax
     "aten.native_layer_norm": _by(shapes.layer_norm),
     "aten.native_layer_norm_backward": _by(shapes.layer_norm_backward),
@@ -89,7 +92,7 @@ _ROWS: dict[str, Entry] = {
     "aten.cumsum": _by(shapes.whole_dim(1)),
     # index family
     "aten.embedding": _texts("0", "v d, {v}... -> ... d"),
-    "aten.embedding_dense_backward": _texts("0", "... d, {v}... -> v d"),
+    "aten.embedding_dense_backward": _by(shapes.embedding_backward),
     "aten.gather": _by(shapes.gather),
     "aten.scatter_add": _by(shapes.scatter_add),
     "aten.tril": _by(shapes.whole_last(2)),
@@ -109,7 +112,7 @@ _ROWS: dict[str, Entry] = {
     "aten.new_full": _by(shapes.factory_like),
     "aten.new_ones": _by(shapes.factory_like),
     # copies
-    "aten._to_copy": _texts("0", "... -> ..."),
+    "aten._to_copy": _by(shapes.copied),
     "aten.clone": _texts("0", "... -> ..."),
     "aten.contiguous": _texts("0", "... -> ..."),
     "aten.alias": _texts("0", "... -> ..."),
@@ -142,13 +145,12 @@ def rule_of(node: Node) -> BoundRule:
 def _entry(node: Node) -> Entry | None:
     if node.target is operator.getitem:
         return None
-    entry = _ROWS.get(op_name(node))
-    if entry is not None:
-        return entry
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return Entry(function=shapes.pointwise)
-    return None
+    entry = _ROWS.get(f"{op_name(node)}.{getattr(target, '_overloadname', '')}") or _ROWS.get(op_name(node))
+    if entry is not None or not isinstance(target, torch._ops.OpOverload):
+        return entry
+    is_random = torch.Tag.nondeterministic_seeded in target.tags  # a shard would draw other numbers than the whole
+    return Entry(function=shapes.pointwise) if torch.Tag.pointwise in target.tags and not is_random else None
 
 
 def register_rule(name: str, text: str, linear: str = "") -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from autopar.solve.model import FREE, Index, Model, total
-from autopar.solve.problem import Array
+from autopar.solve.model import FREE, Model, total
+from autopar.solve.problem import Array, Index, Mask
 from autopar.solve.reduce import classes
 
 
@@ -152,6 +152,8 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relaxed:
+    """The linear relaxation's solution."""
+
     values: Array
     prices: Prices
 
@@ -250,29 +252,53 @@ def _prices(flow: Flow, duals: Array) -> Prices:
 
 def linear_costs(flow: Flow) -> Array:
     """Each variable's part of the objective outside the peaks."""
-    return np.sum([weight * flow.costs[row] for row, weight in flow.model.linear.items()], axis=0)
+    return weighted(flow, flow.model.linear)
+
+
+def weighted(flow: Flow, weights: Mapping[int, float]) -> Array:
+    """Each variable's cost rows, weighted."""
+    result = np.zeros(flow.size)
+    for row, weight in weights.items():
+        result += weight * flow.costs[row]
+    return result
+
+
+def greatest(flow: Flow) -> float:
+    """An objective that no choice exceeds."""
+    weights = dict(flow.model.linear)
+    for term in flow.model.peaks:
+        for row in term.rows:
+            weights[row] += term.weight
+    most = sum(float(np.maximum.reduceat(flow.costs[row], flow.starts).sum()) * each for row, each in weights.items())
+    return most + sum(abs(each * flow.model.constant[row]) for row, each in weights.items())
 
 
 def price(flow: Flow, prices: Prices) -> Priced:
     """The bound that `prices` prove, and what each variable costs above it."""
+    costs, constant = base_costs(flow, prices)
+    reduced = costs - coupled(flow, prices.coupling)
+    least = np.minimum.reduceat(reduced, flow.starts)
+    return Priced(constant + float(least.sum()), reduced - least[flow.group], prices)
+
+
+def base_costs(flow: Flow, prices: Prices) -> tuple[Array, float]:
+    """Each variable's cost and the constant once limits and peaks are priced (couplings aside)."""
     model, weights = flow.model, dict(flow.model.linear)
     for shares in prices.peak:
         for row, share in shares.items():
             weights[row] += share
-    reduced = np.sum([weight * flow.costs[row] for row, weight in weights.items()], axis=0)
+    costs = weighted(flow, weights)
     constant = sum(weight * model.constant[row] for row, weight in weights.items())
     for limit, each in prices.limit.items():
-        reduced = reduced + each * flow.memory[limit]
+        costs = costs + each * flow.memory[limit]
         constant -= each * model.room[limit]
-    reduced = reduced - coupled(flow, prices.coupling)
-    least = np.minimum.reduceat(reduced, flow.starts)
-    return Priced(constant + float(least.sum()), reduced - least[flow.group], prices)
+    return costs, constant
 
 
 def coupled(flow: Flow, coupling: Array) -> Array:
     """What the couplings' prices take from each variable (zero in sum for every choice)."""
     rows, columns, values = flow.couplings
-    return np.bincount(columns, values * coupling[rows], flow.size)
+    return np.bincount(columns, values * coupling[rows], flow.size).astype(float)
 
 
 def marginals(flow: Flow, reduced: Array) -> Array:
@@ -292,8 +318,8 @@ def marginals(flow: Flow, reduced: Array) -> Array:
     return result + np.bincount(pairs, least_end[pair_rows], flow.size)
 
 
-def restricted(flow: Flow, keep: Index) -> Model:
-    """The model with only the variables that `keep` marks; may raise `Infeasible`."""
+def restricted(flow: Flow, keep: Mask) -> Model:
+    """The model with only the variables that `keep` marks; may raise `NoChoiceError`."""
     model = flow.model.copy()
     for block in flow.blocks:
         allowed = np.zeros((int(block.source_class.max()) + 1, int(block.target_class.max()) + 1), dtype=bool)
@@ -304,5 +330,5 @@ def restricted(flow: Flow, keep: Index) -> Model:
     for node, first in flow.first.items():
         mask = keep[first : first + len(flow.model.alive[node])]
         if not mask.all():
-            model.restrict(node, mask.astype(bool))
+            model.restrict(node, mask)
     return model

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,8 +22,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autopar.solve.flow import Flow, Prices, coupled, linear_costs
-from autopar.solve.model import Index
-from autopar.solve.problem import Array
+from autopar.solve.problem import Array, Index
 
 FINEST = 1e-13
 LARGEST = 2.0**46
@@ -69,7 +69,8 @@ def search_integers(
     assert status != cp_model.MODEL_INVALID, model.validate()
     if status == cp_model.INFEASIBLE:
         return Outcome(None, cutoff, spent)
-    proven = max(bound, offset + unit * solver.best_objective_bound) if math.isfinite(solver.best_objective_bound) else bound
+    least = solver.best_objective_bound
+    proven = max(bound, offset + unit * least) if math.isfinite(least) else bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Outcome(None, min(cutoff, proven), spent)
     values = np.array(list(solver.response_proto.solution), dtype=float)
@@ -143,7 +144,7 @@ def _coupling_texts(flow: Flow) -> Iterable[str]:
     order = np.argsort(rows, kind="stable")
     columns, values = columns[order].tolist(), values[order].astype(int).tolist()
     ends = np.searchsorted(rows[order], np.arange(flow.num_couplings + 1)).tolist()
-    for first, end in zip(ends, ends[1:], strict=False):
+    for first, end in itertools.pairwise(ends):
         yield f"constraints{{linear{{vars:{columns[first:end]} coeffs:{values[first:end]} domain:[0,0]}}}}\n"
 
 
@@ -165,7 +166,8 @@ def _whole_memory(used: Array, room: float) -> tuple[Index, int]:
 def _hint_text(flow: Flow, hint: Mapping[int, int] | None) -> str:
     if hint is None:
         return ""
-    variables, values = [], []
+    variables: list[int] = []
+    values: list[int] = []
     for node, first in flow.first.items():
         alive = flow.model.alive[node]
         variables += range(first, first + len(alive))

@@ -20,16 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.solve.problem import Array, Problem, Term
+from autopar.solve.problem import Array, Index, Mask, Problem, Term
 
-Index = npt.NDArray[np.int64]
 FREE = -1
 LINEAR = 0
 
 
-class Infeasible(Exception):
+class NoChoiceError(Exception):
     """No choice is allowed by what forbids, or by the limits."""
 
 
@@ -61,7 +59,7 @@ class Model:
 
     @classmethod
     def of(cls, problem: Problem) -> Model:
-        """The whole problem; raises `Infeasible` when a node has no allowed strategy."""
+        """The whole problem; raises `NoChoiceError` when a node has no allowed strategy."""
         rows, linear, peaks = merge_rows(problem)
         model = cls(linear=linear, peaks=peaks, constant=dict.fromkeys(linear, 0.0))
         model.room = {index: limit.threshold - limit.constant for index, limit in enumerate(problem.limits)}
@@ -79,7 +77,7 @@ class Model:
         """A node that is not linked yet, without its forbidden strategies."""
         allowed = np.flatnonzero(np.all([np.isfinite(part) for part in cost.values()], axis=0))
         if not len(allowed):
-            raise Infeasible
+            raise NoChoiceError
         self.alive[node] = allowed
         self.cost[node] = {row: part[allowed] for row, part in cost.items() if row != FREE and part[allowed].any()}
         self.memory[node] = {limit: part[allowed] for limit, part in memory.items() if part[allowed].any()}
@@ -124,10 +122,10 @@ class Model:
             self.links[target].pop(source, None)
         self.touched |= {source, target}
 
-    def restrict(self, node: int, keep: npt.NDArray[np.bool_]) -> None:
-        """Drops strategies; raises `Infeasible` when none is left."""
+    def restrict(self, node: int, keep: Mask) -> None:
+        """Drops strategies; raises `NoChoiceError` when none is left."""
         if not keep.any():
-            raise Infeasible
+            raise NoChoiceError
         self.alive[node] = self.alive[node][keep]
         self.cost[node] = {row: part[keep] for row, part in self.cost[node].items()}
         self.memory[node] = {limit: part[keep] for limit, part in self.memory[node].items()}
@@ -190,7 +188,10 @@ def scaled(cost: Array, weight: float) -> Array:
 def total(link: Mapping[int, Array]) -> Array:
     """The sum of a link's rows."""
     matrices = list(link.values())
-    return matrices[0] if len(matrices) == 1 else np.sum(matrices, axis=0)
+    result = matrices[0]
+    for matrix in matrices[1:]:
+        result = result + matrix
+    return result
 
 
 def objective(model: Model, rows: Mapping[int, float]) -> float:

@@ -16,19 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.solve.model import FREE, Index, Infeasible, Model, total
-from autopar.solve.problem import Array
+from autopar.solve.model import FREE, Model, NoChoiceError, total
+from autopar.solve.problem import Array, Index, Mask
 
-Mask = npt.NDArray[np.bool_]
 ROUNDING = 1e-13
 BLOCK = 1 << 20
 FAR, FARTHER = 1e200, 2e200
 
 
 def reduce(model: Model) -> None:
-    """Reduces `model` in place until nothing changes; raises `Infeasible`."""
+    """Reduces `model` in place until nothing changes; raises `NoChoiceError`."""
     while model.touched:
         drop_dead_ends(model, sorted(model.touched & model.alive.keys()))
         drop_slack(model)
@@ -39,7 +37,7 @@ def reduce(model: Model) -> None:
         normalise(model, changed)
         drop_dominated(model, changed)
     if any(room < 0 for room in model.room.values()):
-        raise Infeasible
+        raise NoChoiceError
 
 
 def drop_dead_ends(model: Model, nodes: list[int]) -> None:
@@ -51,7 +49,7 @@ def drop_dead_ends(model: Model, nodes: list[int]) -> None:
             link = model.links[node].get(other)
             if link is None:
                 continue
-            keep = np.isfinite(total(link)).any(axis=1)
+            keep: Mask = np.isfinite(total(link)).max(axis=1)
             if not keep.all():
                 model.restrict(node, keep)
                 waiting |= model.links[node].keys() | {node}
@@ -64,7 +62,7 @@ def drop_slack(model: Model) -> None:
         for node in users:
             _relative_memory(model, node, limit)
         if model.room[limit] < 0:
-            raise Infeasible
+            raise NoChoiceError
         users = [node for node in users if limit in model.memory[node]]
         if sum(float(model.memory[node][limit].max()) for node in users) <= model.room[limit]:
             _drop_limit(model, limit, users)
@@ -161,7 +159,8 @@ def _min_plus(model: Model, node: int) -> None:
     elif len(parents) == 1:
         model.add_cost(parents[0], row, (sides[0] + own[:, None]).min(axis=0))
     else:
-        model.add_link(*parents, row, min_plus(sides[0].T + own, sides[1]))
+        first, second = parents
+        model.add_link(first, second, row, min_plus(sides[0].T + own, sides[1]))
 
 
 def min_plus(left: Array, right: Array) -> Array:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solve.flow import Flow, Priced, marginals, price, relax, restricted
+from autopar.solve.ascent import ascend
+from autopar.solve.flow import Flow, Priced, greatest, marginals, price, relax, restricted
 from autopar.solve.integer import Effort, search_integers
-from autopar.solve.model import Infeasible, Model, recover
-from autopar.solve.problem import Edge, Node, Problem, Solution, Term, check, evaluate
+from autopar.solve.model import Model, NoChoiceError, objective, recover
+from autopar.solve.problem import Array, Edge, Node, Problem, Solution, Term, check, evaluate
 from autopar.solve.reduce import reduce
 
 EXACT = 1e-8
@@ -27,6 +28,8 @@ ROUNDING = 1e-11
 FIRST_STEP = 1e-3
 WIDEN = 5.0
 SHRINK = 0.7
+LARGEST_LINEAR_PROGRAM = 10_000
+LARGEST_INTEGER_PROGRAM = 400_000
 
 
 @dataclass(slots=True)
@@ -98,7 +101,7 @@ def _bound(state: State) -> float:
     try:
         model = Model.of(state.problem)
         reduce(model)
-    except Infeasible:
+    except NoChoiceError:
         return math.inf
     bound = search(state, model)
     if state.choice is None and math.isfinite(bound) and state.problem.limits:
@@ -117,8 +120,8 @@ def search(state: State, model: Model) -> float:
     priced = _relaxed(state, flow)
     if priced is None:
         return math.inf
-    bound, most = _safe(priced.bound - model.loss), _greatest(flow, priced)
-    step = max(max(state.gap, FIRST_STEP) * abs(bound), 1e-6 * (most - bound))
+    bound, most = _safe(priced.bound - model.loss), greatest(flow)
+    step = max(max(state.gap, FIRST_STEP) * abs(bound), 1e-6 * abs(most - bound))
     while not state.is_closed(bound) and not state.is_spent:
         known, reach = state.objective, priced.bound + step
         reach = min(known, reach if reach < most else math.inf)
@@ -130,20 +133,26 @@ def search(state: State, model: Model) -> float:
 
 
 def _relaxed(state: State, flow: Flow) -> Priced | None:
-    """The relaxation's prices, its rounded values offered as a choice; None when it has no solution."""
+    """The relaxation's prices, the choices that come up offered on the way; None when it has no solution."""
+
+    def offer(chosen: Mapping[int, int]) -> float:
+        state.offer(recover(flow.model, chosen, state.num_nodes))
+        return state.objective
+
+    if flow.size > LARGEST_LINEAR_PROGRAM:
+        priced = ascend(flow, offer, lambda: state.is_spent)
+        return None if _safe(priced.bound) > greatest(flow) * (1 + EXACT) else priced
     relaxed = relax(flow)
     if relaxed is None:
         return None
-    state.offer(recover(flow.model, flow.choice(relaxed.values), state.num_nodes))
+    offer(flow.choice(relaxed.values))
     return price(flow, relaxed.prices)
 
 
 def _settle(state: State, model: Model) -> float:
     """Everything was eliminated: the choice is the best of the model."""
-    choice = recover(model, {}, state.num_nodes)
-    value = state.offer(choice)
-    own = sum(weight * model.constant[row] for row, weight in model.linear.items())
-    own += sum(term.weight * max(model.constant[row] for row in term.rows) for term in model.peaks)
+    value = state.offer(recover(model, {}, state.num_nodes))
+    own = objective(model, model.constant)
     assert math.isinf(value) or abs(own - value) <= 1e-6 * max(abs(own), abs(value)) + model.loss, (own, value)
     return _safe(own - model.loss)
 
@@ -162,7 +171,7 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         try:
             model = restricted(flow, marginals(flow, priced.reduced) <= slack)
             reduce(model)
-        except Infeasible:
+        except NoChoiceError:
             return reach
         if not model.alive:
             return min(reach, _settle(state, model))
@@ -171,6 +180,8 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         if found is None or _safe(found.bound - model.loss) >= reach:
             return reach
         priced, reach = found, min(reach, state.objective)
+        if flow.size >= SHRINK * size and flow.size > LARGEST_INTEGER_PROGRAM:
+            return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size:
             return min(reach, _integers(state, flow, priced, reach))
         size = flow.size
@@ -180,7 +191,7 @@ def _integers(state: State, flow: Flow, priced: Priced, reach: float) -> float:
     """CP-SAT on the whole flow; where rounded memory let through what doesn't fit, again with less room."""
     model = flow.model
     bound, room = _safe(priced.bound - model.loss), dict(model.room)
-    top = reach if math.isfinite(reach) else _greatest(flow, priced)
+    top = reach if math.isfinite(reach) else max(greatest(flow), bound) + abs(bound)
     proven = bound
     for attempt in range(4):
         effort = _effort(state, top)
@@ -202,23 +213,6 @@ def _effort(state: State, top: float) -> Effort:
     return Effort(gap, state.deterministic_s, state.deadline - time.monotonic(), state.seed)
 
 
-def _greatest(flow: Flow, priced: Priced) -> float:
-    """An objective that no choice exceeds (used when nothing better is known)."""
-    most = sum(
-        weight * np.maximum.reduceat(flow.costs[row], flow.starts).sum() for row, weight in _weights(flow).items()
-    )
-    constant = sum(abs(weight * flow.model.constant[row]) for row, weight in _weights(flow).items())
-    return max(float(most + constant), priced.bound) + abs(priced.bound)
-
-
-def _weights(flow: Flow) -> dict[int, float]:
-    weights = dict(flow.model.linear)
-    for term in flow.model.peaks:
-        for row in term.rows:
-            weights[row] += term.weight
-    return weights
-
-
 def _hint(state: State, flow: Flow) -> dict[int, int] | None:
     """The best choice so far, if the flow still holds it."""
     if state.choice is None:
@@ -236,7 +230,7 @@ def _tighter(state: State, choice: Sequence[int], room: dict[int, float]) -> dic
 
 def _fall_back(state: State) -> None:
     """No choice was found in time: the one with the least overflow fits, if any does."""
-    overflow = overflow_problem(state.problem)
+    overflow = _overflow_problem(state.problem)
     found = solve(overflow, gap=0.05, time_limit_s=30.0, seed=state.seed)
     if found.choice:
         state.offer(found.choice[: state.num_nodes])
@@ -250,7 +244,7 @@ def min_limit_usage(problem: Problem, *, time_limit_s: float = 30.0) -> dict[str
 
 def min_overflow(problem: Problem, *, time_limit_s: float = 30.0) -> float:
     """The least t such that some choice needs at most capacity + t of every limit (negative: how much is to spare)."""
-    return _proven(solve(overflow_problem(problem), gap=EXACT, time_limit_s=time_limit_s))
+    return _proven(solve(_overflow_problem(problem), gap=EXACT, time_limit_s=time_limit_s))
 
 
 def _limits(problem: Problem) -> range:
@@ -272,7 +266,7 @@ def _usage_problem(problem: Problem, limit: int) -> Problem:
     return Problem(tuple(nodes), tuple(edges))
 
 
-def overflow_problem(problem: Problem) -> Problem:
+def _overflow_problem(problem: Problem) -> Problem:
     """The same choices; the objective is the greatest usage - capacity. A node that uses several limits gets a twin
     (bound to the same strategy) for each but the first."""
     nodes = [replace(node, cost=_only_forbids(node.cost), row=0, memory={}) for node in problem.nodes]
@@ -290,5 +284,5 @@ def overflow_problem(problem: Problem) -> Problem:
     return Problem(tuple(nodes), tuple(edges), (), (Term(1.0, tuple(range(len(problem.limits)))),))
 
 
-def _only_forbids(cost: np.ndarray) -> np.ndarray:
+def _only_forbids(cost: Array) -> Array:
     return np.where(np.isinf(cost), np.inf, 0.0)

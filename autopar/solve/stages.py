@@ -18,12 +18,12 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.problem import TOLERANCE, Array
+from autopar.solve.problem import TOLERANCE, Array, Index
 
 MAX_FRONT = 2048
 MEMORY_STEPS = 2.0**14
@@ -83,8 +83,8 @@ class _Front:
 
     used: Array
     seconds: Array
-    point: Array
-    before: Array
+    point: Index
+    before: Index
 
 
 def cut_layers(problem: CutProblem) -> Cut | None:
@@ -143,7 +143,8 @@ def _cheapest_sum(times: Array) -> tuple[float, tuple[int, ...]]:
 
 def _slowest(times: Array, counts: Sequence[int]) -> float:
     ends = np.cumsum(counts)
-    return max(float(times[stage, end - count, end]) for stage, (count, end) in enumerate(zip(counts, ends, strict=True)))
+    stages = enumerate(zip(counts, ends, strict=True))
+    return max(float(times[stage, end - count, end]) for stage, (count, end) in stages)
 
 
 def _segment_seconds(problem: CutProblem, stage: int) -> Array:
@@ -163,10 +164,10 @@ def _fixed_seconds(problem: CutProblem, stage: int, end: int) -> float:
     return problem.own_seconds(stage) + (problem.layers[end - 1].cut_seconds if is_cut else 0.0)
 
 
-def _fronts(problem: CutProblem, stage: int, start: int):
+def _fronts(problem: CutProblem, stage: int, start: int) -> Iterator[_Front]:
     """The fronts of the segments that begin at `start`, one layer longer each time."""
     room = problem.capacity * (1 + TOLERANCE) - problem.own_bytes(stage)
-    front = _Front(np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1, int))
+    front = _Front(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
     if room < 0:
         return
     for layer in problem.layers[start:]:
@@ -226,8 +227,10 @@ def cut_lower_bound(problem: CutProblem) -> float:
     if len(problem.layers) < problem.num_stages:
         return math.inf
     in_flight = min(problem.in_flight)
-    held = sum(min(point.static_bytes + in_flight * point.saved_bytes for point in layer.points) for layer in problem.layers)
-    if held + sum(problem.own_bytes(stage) for stage in stages) > problem.num_stages * problem.capacity * (1 + TOLERANCE):
+    held = sum(problem.own_bytes(stage) for stage in stages)
+    for layer in problem.layers:
+        held += min(point.static_bytes + in_flight * point.saved_bytes for point in layer.points)
+    if held > problem.num_stages * problem.capacity * (1 + TOLERANCE):
         return math.inf
     least = [min(point.seconds for point in layer.points) for layer in problem.layers]
     cuts = sorted(layer.cut_seconds for layer in problem.layers[:-1])[: problem.num_stages - 1]

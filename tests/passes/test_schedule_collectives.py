@@ -159,6 +159,22 @@ def test_weight_gradients_hide_activation_collectives():
     assert same_numbers(part, after)
 
 
+def test_gradients_are_added_at_once():
+    b = Builder()
+    totals, x = [b.input(f"accumulator:{i}", 4, 4) for i in range(3)], b.input("saved:x", 4, 4)
+    gradients = [x]
+    for _ in totals:
+        gradients.append(b.call(aten.mm.default, gradients[-1], x))
+    sums = {
+        f"accumulator__{i}": b.call(aten.add.Tensor, t, g)
+        for i, (t, g) in enumerate(zip(totals, gradients[1:], strict=True))
+    }
+    part = b.part("backward", **sums)
+    after = schedule_collectives(part)
+    assert order(after) == ["mm 0", "add 0", "mm 1", "add 1", "mm 2", "add 2"]
+    assert same_numbers(part, after)
+
+
 def test_update_starts_early_and_ends_late():
     """ZeRO-1: each parameter's reduce-scatter, update, all-gather; none waits where it needn't."""
     b = Builder()

@@ -80,7 +80,7 @@ SPELLED = [
         aten.div.Tensor_mode,
         (torch.randn(3), torch.randn(3)),
         {"rounding_mode": "floor"},
-        "a.div(b, rounding_mode='floor')",
+        'a.div(b, rounding_mode="floor")',
     ),
     (aten.rsub.Scalar, (torch.randn(3), 1), {}, "_rsub(a, 1)"),
     (aten.pow.Tensor_Scalar, (torch.rand(3), 2), {}, "a.pow(2)"),
@@ -242,9 +242,9 @@ def test_collectives_are_calls_of_the_communicator():
     source = code_of(part, mesh=Mesh.parse("tp=2")).source
     for text in (
         'coordinate = comm.coordinate("tp")',
-        'all_gather_start = comm.all_gather_start(batch_x, "tp", 0); del batch_x',
-        "wait = comm.wait(all_gather_start); del all_gather_start  # f32[8]",
-        'all_reduce = comm.all_reduce(wait, "tp", op="sum"); del wait',
+        'batch_x_gathering = comm.all_gather_start(batch_x, "tp", 0); del batch_x',
+        "batch_x_gathered = comm.wait(batch_x_gathering); del batch_x_gathering  # f32[8]",
+        'batch_x_reduced = comm.all_reduce(batch_x_gathered, "tp", op="sum"); del batch_x_gathered',
     ):
         assert text in source.replace("'", '"'), source
     comm = Identity()

@@ -190,12 +190,29 @@ class _Joiner:
         parts = [self._accumulated(n, parameter) for n in self._summands(node)]
         total = parts[0]
         for part in parts[1:]:
-            total = self._call(torch.ops.aten.add.Tensor, (total, part), parameter, "update", owner, "step")
+            total = self._call(torch.ops.aten.add.Tensor, (total, part), total, "update", owner, "step")
+        total = self._cast(total, self._gradient_dtype(parameter), "update", owner, "step")
         return self._relay(total, "update", owner, "step")
+
+    def _gradient_dtype(self, parameter: Node) -> torch.dtype:
+        """What the optimizer's template takes gradients in: fp32 for bf16 parameters with fp32 masters."""
+        template = self.captured.updates[self.captured.update_of[parameter.meta["role"].name]]
+        grad = next(n for n in template.graph.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "grad")
+        return grad.meta["val"].dtype  # type: ignore[no-any-return]
+
+    def _cast(self, value: Node, dtype: torch.dtype, phase: str, stage: int, level: str) -> Node:
+        if value.meta["val"].dtype == dtype:
+            return value
+        cast = self._call(torch.ops.aten._to_copy.default, (value,), value, phase, stage, level)
+        cast.kwargs = {"dtype": dtype}
+        with value.meta["val"].fake_mode:
+            cast.meta["val"] = value.meta["val"].to(dtype)
+        return cast
 
     def _accumulated(self, node: Node, parameter: Node) -> Node:
         value = self.env[node, self.stage[node]]
         if self.microbatches > 1:
+            value = self._cast(value, self._gradient_dtype(parameter), "backward", value.meta["stage"], "microbatch")
             value = self._call(accumulate, (value,), value, "backward", value.meta["stage"], "microbatch")
             value.meta["path"] = parameter.meta["path"]
         value.meta["gradient_of"] = parameter.meta["role"].name

@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autopar.mesh import Mesh
@@ -51,6 +51,13 @@ class Layout:
 
     dims: tuple[tuple[Factor, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.dims, self.partial)))  # layouts are keys in every inner loop
+
+    def __hash__(self) -> int:
+        return self._hash
 
     # -- construction and text ---------------------------------------------------------------------------------
     @classmethod
@@ -148,7 +155,7 @@ class Layout:
         """The local tensor of the rank at `coordinates`. A partial sum stands on coordinate 0, zeros elsewhere."""
         local = self._narrow(value.reshape([f.size for dim in self.dims for f in dim]), mesh, coordinates)
         absent = any(op == "sum" and coordinates[axis] != 0 for axis, op in self.partial)
-        return (local * 0 if absent else local).reshape(self.local_shape(mesh))
+        return (local.new_zeros(local.shape) if absent else local).reshape(self.local_shape(mesh))
 
     def unshard(self, shards: Callable[[dict[str, int]], Tensor], mesh: Mesh) -> Tensor:
         """The global value from `shards(coordinates)`: partials are reduced, replicas taken from coordinate 0."""

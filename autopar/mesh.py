@@ -31,6 +31,9 @@ class Mesh:
             pairs = tuple((name, int(size)) for name, size in (part.split("=") for part in text.split()))
         except ValueError:
             raise PlanError(f"mesh {text!r}: expected AXIS=SIZE pairs such as 'dp=2 tp=4'") from None
+        names = [name for name, _ in pairs]
+        if not all(names) or len(set(names)) < len(names) or any(size < 1 for _, size in pairs):
+            raise PlanError(f"mesh {text!r}: expected distinct axes with sizes of at least 1, such as 'dp=2 tp=4'")
         return cls(pairs)
 
     def __str__(self) -> str:

@@ -203,18 +203,20 @@ class _Search:
 
     def _setting(self, step: StepGraph, mesh: Mesh) -> Setting:
         price = prices(self.cluster, mesh)
-        device = self.cluster.device
         stages, count = mesh.num_stages, self.step.microbatches
         return Setting(
             mesh=mesh,
             microbatches=count,
             in_flight=tuple(min(stages - s, count) for s in range(stages)),
             capacity=self.capacity,
-            compute=lambda flops, num_bytes, dtype: compute_s(device, flops, num_bytes, dtype),
+            compute=self._compute_s,
             resharder=Resharder(mesh, price),
             transfer=lambda num_bytes: price("p2p", "pp", num_bytes) if stages > 1 else 0.0,
             allowed=bind_pins(self.pins, step.graph, mesh),
         )
+
+    def _compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
+        return compute_s(self.cluster.device, flops, num_bytes, dtype)
 
     # -- what is told ------------------------------------------------------------------------------------------
     def _note(self, mesh: Mesh, step_s: float | None, peak: int | None, status: str, reason: str) -> None:

@@ -48,7 +48,8 @@ def reinplace(part: Part, context: Any = None) -> Part:
 
 def donated_slots(part: Part) -> tuple[Slot, ...]:
     """The slots whose storage the outputs reuse: across steps they stay the same tensors."""
-    return tuple(slot for slot in part.outputs if slot.kind in DONATED_KINDS and slot in part.inputs)
+    given = set(part.inputs)
+    return tuple(slot for slot in part.outputs if slot.kind in DONATED_KINDS and slot in given)
 
 
 def _reinplace(part: Part, graph: fx.Graph) -> None:
@@ -286,9 +287,9 @@ def _copy_outputs_that_pass_through(part: Part, graph: fx.Graph) -> None:
 def _return_donated(part: Part, graph: fx.Graph) -> None:
     """Copies into its slot each donated output that didn't come out there by itself."""
     placeholders, final = _placeholders(part, graph), graph.output_node()
-    values = list(output_values(graph))
+    donated, values = set(donated_slots(part)), list(output_values(graph))
     for index, (value, slot) in enumerate(zip(values, part.outputs, strict=True)):
-        if slot not in donated_slots(part) or _is_in_place(value, placeholders[slot]):
+        if slot not in donated or _is_in_place(value, placeholders[slot]):
             continue
         with graph.inserting_before(final):
             values[index] = graph.call_function(torch.ops.aten.copy_.default, (placeholders[slot], value))

@@ -27,6 +27,7 @@ from autopar.program.storages import (
     Lifetimes,
     is_collective,
     is_start,
+    is_unpacked,
     is_view,
     is_wait,
     lifetimes,
@@ -234,7 +235,7 @@ class Writer:
 
     def _items(self, node: fx.Node) -> dict[int, str]:
         """Index → name of a tuple's items, when every reader takes an item."""
-        if not node.users or not all(user.target is operator.getitem for user in node.users):
+        if not is_unpacked(node):
             return {}
         return {int(user.args[1]): self.names[user] for user in node.users}  # type: ignore[arg-type]
 

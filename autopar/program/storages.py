@@ -65,6 +65,13 @@ def gathers_in_place(node: fx.Node) -> bool:
     return target_name(node).startswith("all_gather") and isinstance(dim, int) and dim == 0
 
 
+def is_unpacked(node: fx.Node) -> bool:
+    """Whether only single items of the node's tuple are read, so that it is taken apart at once."""
+    return bool(node.users) and all(
+        user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users
+    )
+
+
 def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     """What the graph returns, as a flat tuple of nodes (and constants)."""
     (result,) = graph.output_node().args
@@ -143,7 +150,8 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
     death: dict[Origin, int] = {}
     for node in graph.nodes:
         origins[node] = _origins(node, origins)
-        last_use[node] = max((position[user] for user in node.users), default=position[node])
+        readers = () if is_unpacked(node) else node.users
+        last_use[node] = max((position[user] for user in readers), default=position[node])
         for origin in frozenset().union(*origins[node]):
             death[origin] = max(death.get(origin, 0), last_use[node])
     return Lifetimes(position, origins, last_use, death)

@@ -16,7 +16,9 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import importlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -74,6 +76,8 @@ class Trainer:
         require_same_hash(program.hash, self.device)
         edges = [(transfer.source, transfer.target) for transfer in program.pipeline.transfers]
         self.communicator = ProcessCommunicator(self.mesh, self.device, edges, deterministic)
+        if self._is_owner:
+            atexit.register(_leave, self.communicator)
         stage = self.communicator.stage
         functions = program.functions(stage, self.communicator)
         chosen = optional(stage) if optional else None
@@ -173,10 +177,10 @@ class Trainer:
         self.state.load_full_state_dict(source)
 
     def close(self) -> None:
-        """Leaves the process group, if the trainer made it."""
-        if self._is_owner and dist.is_initialized():
-            dist.destroy_process_group()
+        """Leaves the process group, if the trainer made it. Without it, that happens at the interpreter's exit."""
+        if self._is_owner:
             self._is_owner = False
+            _leave(self.communicator)
 
 
 class StepScalars(torch.optim.Optimizer):
@@ -192,6 +196,10 @@ class StepScalars(torch.optim.Optimizer):
         self._group_names = tuple(groups) or ("group0",)
         placeholders = [{"params": [torch.zeros(0)], **groups.get(name, {})} for name in self._group_names]
         super().__init__(placeholders, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Takes the group as it is (torch's own would import torch._dynamo: a second on every rank)."""
+        self.param_groups.append(param_group)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the program has the update. It tells LR schedulers that a step was made."""
@@ -240,6 +248,8 @@ def _join(device: torch.device) -> bool:
     """Joins the default process group; whether it had to be made."""
     if dist.is_initialized():
         return False
+    # Its functions have the world's group as default arguments: imported later, they would keep it beyond its end.
+    importlib.import_module("torch.distributed.nn.functional")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -247,6 +257,12 @@ def _join(device: torch.device) -> bool:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return True
+
+
+def _leave(communicator: ProcessCommunicator) -> None:
+    communicator.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def require_same_hash(program_hash: str, device: torch.device) -> None:

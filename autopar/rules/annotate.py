@@ -7,12 +7,13 @@ value; a tuple of those for a node with several results, None where a result is 
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from autopar.rules.choices import input_rule
-from autopar.rules.factors import FactorInference
+from autopar.rules.factors import FactorInference, LeafRule
 from autopar.rules.nodes import result_values, tensor_operands
 from autopar.rules.table import rule_of
 
@@ -51,13 +52,19 @@ def _write(graph: Graph, inference: FactorInference, dims: dict[Node, Any], hand
     def sizes(value: _ValueDims | None) -> tuple[tuple[int, ...], ...] | None:
         return None if value is None else tuple(inference.atoms.sizes(dim) for dim in value)
 
+    memos: dict[LeafRule, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node not in dims:
             continue
         several = isinstance(node.meta["val"], (tuple, list))
         node.meta["factor_sizes"] = tuple(sizes(v) for v in dims[node]) if several else sizes(dims[node])
         if node in handles:
-            node.meta["rule"] = inference.leaf_rule(handles[node])
+            node.meta["rule"] = _sharing_memo(inference.leaf_rule(handles[node]), memos)
         elif node.op != "call_function":
             atoms = tuple(tuple(inference.atoms.leaves(dim)) for dim in dims[node])
-            node.meta["rule"] = input_rule(node.meta["factor_sizes"], atoms)
+            node.meta["rule"] = _sharing_memo(input_rule(node.meta["factor_sizes"], atoms), memos)
+
+
+def _sharing_memo(rule: LeafRule, memos: dict[LeafRule, dict[Any, Any]]) -> LeafRule:
+    """Equal rules (of equal layers, say) share what is derived from them."""
+    return replace(rule, memo=memos.setdefault(rule, rule.memo))

@@ -45,6 +45,13 @@ def _is_only_in_results(rule: LeafRule, factor: int) -> bool:
 
 def enumerate_choices(rule: LeafRule, mesh: Mesh, allow_partial: bool = True) -> list[Choice]:
     """Every valid choice of the rule on the SPMD axes of `mesh`, nothing split first."""
+    key = ("choices", mesh, allow_partial)
+    if key not in rule.memo:
+        rule.memo[key] = _enumerate(rule, mesh, allow_partial)
+    return list(rule.memo[key])
+
+
+def _enumerate(rule: LeafRule, mesh: Mesh, allow_partial: bool) -> list[Choice]:
     factors = [f for f in range(len(rule.factors)) if splittable(rule, f)]
     sets = range(len(rule.linear)) if allow_partial else range(0)
     options: list[list[Split | None]] = []
@@ -80,6 +87,13 @@ def _divides(rule: LeafRule, splits: Choice, mesh: Mesh) -> bool:
 
 def operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     """The layouts that the op needs its operands in."""
+    key = ("operands", choice)
+    if key not in rule.memo:
+        rule.memo[key] = _operand_layouts(rule, choice)
+    return rule.memo[key]  # type: ignore[no-any-return]
+
+
+def _operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     layouts = []
     for i, dims in enumerate(rule.operands):
         layout = Layout.whole(rule.factor_sizes(dims))
@@ -94,6 +108,13 @@ def operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
 
 def result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     """The layouts in which the op leaves its results."""
+    key = ("results", choice)
+    if key not in rule.memo:
+        rule.memo[key] = _result_layouts(rule, choice)
+    return rule.memo[key]  # type: ignore[no-any-return]
+
+
+def _result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     layouts = []
     for dims, reduction in zip(rule.results, rule.reductions, strict=True):
         layout = Layout.whole(rule.factor_sizes(dims))

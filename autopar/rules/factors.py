@@ -11,7 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.rules.notation import BoundRule
 
@@ -59,7 +60,7 @@ class Atoms:
                 self._merge(left, right)
                 return True
             cuts = sorted({*left_cuts, *right_cuts})
-            if any(b % a for a, b in zip(cuts, cuts[1:], strict=False)):
+            if cuts[0] == 0 or any(b % a for a, b in zip(cuts, cuts[1:], strict=False)):
                 return False
             self._refine(left, cuts)
             self._refine(right, cuts)
@@ -98,7 +99,7 @@ class OpFactor:
     letter: str
     is_whole: bool
     is_major: bool
-    atom: int = -1
+    atom: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,8 @@ class LeafRule:
     indexes: tuple[tuple[int, str], ...]
     reductions: tuple[str, ...]
     linear: tuple[tuple[int, ...], ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was derived from the rule, by what it was derived with; equal rules of a graph share it."""
 
     def factor_sizes(self, dims: tuple[tuple[int, ...], ...]) -> Sizes:
         return tuple(tuple(self.factors[f].size for f in dim) for dim in dims)

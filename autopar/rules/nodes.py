@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from autopar.rules.notation import Linear, Shape
 
@@ -34,8 +34,18 @@ def op_name(node: Node) -> str:
 
 def tensor_operands(node: Node) -> list[Node]:
     """The node's tensor arguments in order, those inside lists included."""
-    flat = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda a: isinstance(a, Node))
-    return [a for a in flat if isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    return [n for n in _nodes_in((node.args, node.kwargs)) if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _nodes_in(argument: Any) -> Iterator[Node]:
+    if isinstance(argument, Node):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from _nodes_in(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from _nodes_in(item)
 
 
 def result_values(node: Node) -> list[torch.Tensor | None]:

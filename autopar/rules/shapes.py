@@ -128,7 +128,7 @@ def whole_last(count: int) -> Callable[[Node], BoundRule]:
 def viewed(node: Node) -> BoundRule:
     """Dims whose products line up become products of common factors: `[8, 64, 16] -> [512, 4, 4]` is `a b (c d) -> (a b) c d`."""
     (operand,), (result,) = shapes_of(node)
-    return view_rule(node, operand, result)
+    return whole(node) if 0 in operand else view_rule(node, operand, result)
 
 
 def view_rule(node: Node, operand: Shape, result: Shape) -> BoundRule:

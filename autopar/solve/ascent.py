@@ -25,7 +25,7 @@ SWEEPS = 2
 ROUNDS = 60
 FIRST_PRICE = 0.02
 SETTLED = 1e-6
-NUDGE = 0.01
+NUDGES = (0.003, 0.03, 0.1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +70,9 @@ class _Cut:
 def ascend(flow: Flow, offer: Callable[[Mapping[int, int]], float], is_spent: Callable[[], bool]) -> Priced:
     """The best prices of `ROUNDS` rounds; `offer` takes a choice and says what the best one so far costs."""
     network, prices = _network(flow), _first_prices(flow)
-    best, cuts = price(flow, prices), []
+    best, cuts, upper = price(flow, prices), list[_Cut](), float("inf")
     for _ in range(ROUNDS):
-        coupling, picked = _sweep(flow, network, prices)
+        coupling, picked = _sweep(flow, network, prices, SWEEPS, {})
         upper = offer({node: int(flow.model.alive[node][strategy]) for node, strategy in picked.items()})
         found = price(flow, replace(prices, coupling=coupling))
         best = found if found.bound > best.bound else best
@@ -81,25 +81,30 @@ def ascend(flow: Flow, offer: Callable[[Mapping[int, int]], float], is_spent: Ca
         least = min(upper, ceiling)
         if min(least, greatest(flow)) <= best.bound + SETTLED * abs(best.bound) or is_spent():
             break
-    if flow.memory and not is_spent():
-        _mix(flow, network, best, offer)
+    for nudge in NUDGES if flow.memory else ():
+        if is_spent() or upper <= best.bound + SETTLED * abs(best.bound):
+            break
+        upper = _mix(flow, network, best, nudge, offer)
     return best
 
 
-def _mix(flow: Flow, network: _Network, best: Priced, offer: Callable[[Mapping[int, int]], float]) -> None:
+def _mix(
+    flow: Flow, network: _Network, best: Priced, nudge: float, offer: Callable[[Mapping[int, int]], float]
+) -> float:
     """Choices between the two that the best prices can't tell apart: the first nodes pay a little more for memory, the
-    rest a little less, and bisection finds how many of the first it takes to fit."""
+    rest a little less, and bisection finds how many of the first it takes to fit. Returns the best objective so far."""
     nodes = [node for node in flow.first if flow.model.memory[node]]
-    low, high = 0, len(nodes)
+    low, high, upper = 0, len(nodes), np.inf
     while low < high:
         middle = (low + high) // 2
-        nudge = dict.fromkeys(nodes[:middle], 1 + NUDGE) | dict.fromkeys(nodes[middle:], 1 - NUDGE)
-        _, picked = _sweep(flow, network, best.prices, nudge)
-        offer({node: int(flow.model.alive[node][strategy]) for node, strategy in picked.items()})
+        factors = dict.fromkeys(nodes[:middle], 1 + nudge) | dict.fromkeys(nodes[middle:], 1 - nudge)
+        _, picked = _sweep(flow, network, best.prices, 1, factors)
+        upper = offer({node: int(flow.model.alive[node][strategy]) for node, strategy in picked.items()})
         if max(_cut(flow, picked).excess.values()) > 0:
             low = middle + 1
         else:
             high = middle
+    return upper
 
 
 def _first_prices(flow: Flow) -> Prices:
@@ -128,17 +133,17 @@ def _end(block: int, is_source: bool, other: int, members: Index, here: slice, t
 
 
 def _sweep(
-    flow: Flow, network: _Network, prices: Prices, nudge: Mapping[int, float] | None = None
+    flow: Flow, network: _Network, prices: Prices, sweeps: int, memory_factors: Mapping[int, float]
 ) -> tuple[Array, dict[int, int]]:
     """The couplings' prices after some sweeps there and back, and the choice read off (as positions in `alive`)."""
     costs, _ = base_costs(flow, prices)
     matrices = _matrices(flow, costs)
     nodes, coupling = list(flow.first), prices.coupling.copy()
     own = {node: costs[first : first + len(flow.model.alive[node])] for node, first in flow.first.items()}
-    for node, factor in (nudge or {}).items():
+    for node, factor in memory_factors.items():
         for limit, used in flow.model.memory[node].items():
             own[node] = own[node] + (factor - 1) * prices.limit[limit] * used
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         for node in nodes:
             _push(network, node, own[node], matrices, coupling, network.later[node])
         for node in reversed(nodes):

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
 from torch.fx import Node
 
 from autopar import markers
@@ -69,11 +70,19 @@ def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Co
     """Seconds of the op on one rank, for each choice."""
     if node.op != "call_function" or is_view(node) or node.target in markers.IDENTITIES:
         return [0.0] * len(choices)
+    widths = tuple(value.element_size() for value in (*(o.meta["val"] for o in tensor_operands(node)), *_results(node)))
+    key = ("costs", op_name(node), widths, _results(node)[0].dtype, tuple(choices), mesh, compute)
     rule: LeafRule = node.meta["rule"]
-    operands = [o.meta["val"].element_size() for o in tensor_operands(node)]
-    results = [r for r in result_values(node) if r is not None]
-    widths = [*operands, *(r.element_size() for r in results)]
-    dtype = str(results[0].dtype).removeprefix("torch.")
+    if key not in rule.memo:
+        rule.memo[key] = _compute_costs(node, widths, choices, mesh, compute)
+    return list(rule.memo[key])
+
+
+def _compute_costs(
+    node: Node, widths: tuple[int, ...], choices: Sequence[Choice], mesh: Mesh, compute: Compute
+) -> list[float]:
+    rule: LeafRule = node.meta["rule"]
+    dtype = str(_results(node)[0].dtype).removeprefix("torch.")
     total = flops(node)
     costs = []
     for choice in choices:
@@ -81,3 +90,7 @@ def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Co
         moved = sum(local_bytes(layout, width, mesh) for layout, width in zip(layouts, widths, strict=True))
         costs.append(compute(total / ways(choice, mesh), moved, dtype))
     return costs
+
+
+def _results(node: Node) -> list[Tensor]:
+    return [value for value in result_values(node) if value is not None]

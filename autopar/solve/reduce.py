@@ -58,19 +58,25 @@ def drop_dead_ends(model: Model, nodes: list[int]) -> None:
 def drop_slack(model: Model) -> None:
     """Makes memory relative to each node's least, drops what can't fit, and limits that can't be broken."""
     for limit in sorted(model.room):
-        users = [node for node in sorted(model.memory) if limit in model.memory[node]]
-        for node in users:
+        users = _drop_misfits(model, limit)
+        if sum(float(model.memory[node][limit].max()) for node in users) <= model.room[limit]:
+            _drop_limit(model, limit, users)
+
+
+def _drop_misfits(model: Model, limit: int) -> list[int]:
+    """Drops strategies that break a limit whatever the other nodes do; returns the nodes that still use it."""
+    while True:
+        for node in [node for node in sorted(model.memory) if limit in model.memory[node]]:
             _relative_memory(model, node, limit)
         if model.room[limit] < 0:
             raise NoChoiceError
-        users = [node for node in users if limit in model.memory[node]]
-        if sum(float(model.memory[node][limit].max()) for node in users) <= model.room[limit]:
-            _drop_limit(model, limit, users)
-            continue
-        for node in users:
-            keep = model.memory[node][limit] <= model.room[limit]
-            if not keep.all():
-                model.restrict(node, keep)
+        users = [node for node in sorted(model.memory) if limit in model.memory[node]]
+        fitting = {node: model.memory[node][limit] <= model.room[limit] for node in users}
+        misfits = {node: keep for node, keep in fitting.items() if not keep.all()}
+        if not misfits:
+            return users
+        for node, keep in misfits.items():
+            model.restrict(node, keep)
 
 
 def _relative_memory(model: Model, node: int, limit: int) -> None:

@@ -19,7 +19,15 @@ from autopar.solve.problem import Array, Edge, Limit, Node, Problem, Term, evalu
 from autopar.solve.search import solve
 
 HIDDEN, FEED, KV, TOKENS = 4096, 14336, 1024, 8 * 4096
-MATMULS = [(HIDDEN, HIDDEN), (HIDDEN, KV), (HIDDEN, KV), (HIDDEN, HIDDEN), (HIDDEN, FEED), (HIDDEN, FEED), (FEED, HIDDEN)]
+MATMULS = [
+    (HIDDEN, HIDDEN),
+    (HIDDEN, KV),
+    (HIDDEN, KV),
+    (HIDDEN, HIDDEN),
+    (HIDDEN, FEED),
+    (HIDDEN, FEED),
+    (FEED, HIDDEN),
+]
 OPTIONS = ("none", "batch", "seq", "out", "in", "out2", "batch2")
 SPEED, AXES = 4e14, ((8, 2.5e10), (8, 2.5e11))
 # per option of a matmul y[t, o] = x[t, i] w[i, o]: layouts of x, w, y (R whole, P partial, else the dim that is split)
@@ -38,7 +46,7 @@ ACTIVATION, WEIGHT = "RbscIOQP", "Roiq"
 def reshard(bytes_: float, source: str, target: str, axis: int) -> float:
     """Seconds to change one axis of a layout."""
     size, speed = AXES[axis]
-    if source == target or source == "R" and target != "P":
+    if source == target or (source == "R" and target != "P"):
         return 0.0
     if target == "P":
         return np.inf
@@ -77,14 +85,18 @@ class Builder:
         return len(self.nodes) - 1
 
     def relay(self, name: str, letters: str, bytes_: float, kept: bool) -> int:
-        share = np.array([
-            np.prod([1.0 if letter in "RP" else 1 / AXES[axis][0] for axis, letter in enumerate(layout)])
-            for layout in layouts(letters, self.axes)
-        ])
+        share = np.array(
+            [
+                np.prod([1.0 if letter in "RP" else 1 / AXES[axis][0] for axis, letter in enumerate(layout)])
+                for layout in layouts(letters, self.axes)
+            ]
+        )
         return self.node(name, np.zeros(len(share)), np.round(bytes_ * share) if kept else None)
 
     def op(self, name: str, flops: float) -> int:
-        split = [sum(np.log(AXES[axis][0]) for axis, option in enumerate(pick) if option != "none") for pick in self.choices]
+        split = [
+            sum(np.log(AXES[axis][0]) for axis, option in enumerate(pick) if option != "none") for pick in self.choices
+        ]
         return self.node(name, flops / SPEED / np.exp(np.array(split)))
 
     def operand(self, relay: int, letters: str, op: int, which: int, bytes_: float, out: bool, row: int = 0) -> None:
@@ -151,7 +163,9 @@ def main() -> None:
         assert found.status == "infeasible" or evaluate(problem, found.choice).feasible
         case = f"{'shared' if shared else 'unshared'}, memory {share:g}"
         sizes = f"{len(problem.nodes):6} {len(problem.edges):6}"
-        print(f"{case:24} {sizes} {found.objective:12.6g} {found.bound:12.6g} {found.gap:9.2e} {seconds:8.2f}", flush=True)
+        print(
+            f"{case:24} {sizes} {found.objective:12.6g} {found.bound:12.6g} {found.gap:9.2e} {seconds:8.2f}", flush=True
+        )
 
 
 if __name__ == "__main__":

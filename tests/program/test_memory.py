@@ -60,6 +60,18 @@ def test_an_input_is_freed_after_its_last_reader():
     assert part_peak(part, ALONE).peak == 300 * F32 == measured(part, *torch.randn(2, 100))
 
 
+def test_items_of_a_tuple_live_apart():
+    """The indices of the maximum are read later than its values, which are freed by then."""
+
+    def function(x):
+        values, indices = x.max(1)
+        small = values.sum()
+        return (x.t() @ x).sum() + small, indices.t()
+
+    part = traced_part(function, "saved:x", "saved:y saved:i", torch.randn(64, 2))
+    assert part_peak(part, ALONE).peak == measured(part, torch.randn(64, 2))
+
+
 def test_several_outputs_and_views_count_once():
     def function(x):
         a, b = x.max(0)

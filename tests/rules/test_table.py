@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.mesh import Mesh
-from autopar.rules.choices import enumerate_choices, result_layouts
-from autopar.rules.prove import prove, single_op
+from autopar.rules.prove import prove
 from autopar.rules.table import _ROWS
 from tests.rules.cases import CASES, Case
 

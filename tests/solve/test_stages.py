@@ -35,12 +35,15 @@ def random_cut_problem(seed: int) -> CutProblem:
         return Point(float(rng.integers(1, 20)), float(rng.integers(0, 20)), float(rng.integers(0, 6)))
 
     layers = tuple(
-        Layer(tuple(point() for _ in range(int(rng.integers(1, 4)))), float(rng.integers(0, 3))) for _ in range(num_layers)
+        Layer(tuple(point() for _ in range(int(rng.integers(1, 4)))), float(rng.integers(0, 3)))
+        for _ in range(num_layers)
     )
     seconds = tuple(float(value) for value in rng.integers(0, 10, num_stages))
     held = tuple(float(value) for value in rng.integers(0, 10, num_stages))
     in_flight = tuple(range(num_stages, 0, -1))
-    return CutProblem(layers, num_stages, int(rng.integers(1, 9)), float(rng.integers(20, 90)), in_flight, seconds, held)
+    return CutProblem(
+        layers, num_stages, int(rng.integers(1, 9)), float(rng.integers(20, 90)), in_flight, seconds, held
+    )
 
 
 def test_equals_brute_force() -> None:
@@ -83,5 +86,7 @@ def test_eighty_layers_and_sixteen_stages_take_no_time() -> None:
     layers = tuple(Layer((Point(1.0 + 0.1 * float(rng.random()), 3.0, 0.25),), 0.01) for _ in range(80))
     begin = time.process_time()
     cut = cut_layers(CutProblem(layers, 16, 64, 80.0, tuple(range(16, 0, -1))))
-    assert cut is not None and cut.objective >= cut_lower_bound(CutProblem(layers, 16, 64, 80.0, tuple(range(16, 0, -1))))
+    assert cut is not None and cut.objective >= cut_lower_bound(
+        CutProblem(layers, 16, 64, 80.0, tuple(range(16, 0, -1)))
+    )
     assert time.process_time() - begin < 5.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from autopar.errors import PlanError
+from autopar.markers import IDENTITIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,24 @@ def block_of(path: str) -> str | None:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return None
+
+
+def blocks_of(graph: Graph) -> dict[Node, str]:
+    """The block of each forward and backward node of a step graph.
+
+    Nodes outside any block belong to the block that runs before them in their phase; what runs before the first block
+    of the forward is "before", what follows the last one "after", and their backward likewise.
+    """
+    found: dict[Node, str] = {}
+    for phase, first, last in (("forward", "before", "after"), ("backward", "after", "before")):
+        nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
+        named = [None if n.target in IDENTITIES else block_of(n.meta.get("path", "")) for n in nodes]
+        end = max((i for i, block in enumerate(named) if block), default=-1)
+        current = first
+        for i, (node, block) in enumerate(zip(nodes, named, strict=True)):
+            current = block or (last if i > end else current)
+            found[node] = current
+    return found
 
 
 def units_of(graph: Graph) -> tuple[tuple[str, ...], dict[Node, int]]:

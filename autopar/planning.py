@@ -179,6 +179,7 @@ class _Search:
 
     def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
         choices = built.choices(solution.choice)
+        mesh, choices = self._named_by_role(mesh, step, choices)
         rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
         texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
         fresh = annotated(self.captured, self.step.microbatches, cut)  # lowering rewrites the graph
@@ -186,6 +187,26 @@ class _Search:
         pipeline = lower(fresh, choices, mesh, self.step.microbatches, prices(self.cluster, mesh), schedule)
         peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
         return _Found(mesh, cut, schedule, choices, texts, solution, built, pipeline, peaks)
+
+    def _named_by_role(
+        self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]
+    ) -> tuple[Mesh, dict[str, Choice]]:
+        """Axes that no pin names are called by what they do: `dp` is the one that splits more of the batch."""
+        if self._named_axes() & {"dp", "tp"}:
+            return mesh, choices
+        batch = bind_pins(self.pins, step.graph, mesh).batch
+        share = dict.fromkeys(mesh.names, 0)
+        for node in step.graph.nodes:
+            for split in choices.get(node.meta.get("key", ""), ()):
+                share[split.axis] += split.factor >= 0 and node.meta["rule"].factors[split.factor].atom in batch
+        if share["dp"] >= share["tp"]:
+            return mesh, choices
+        swap = {"dp": "tp", "tp": "dp"}
+        renamed = Mesh(tuple((swap.get(name, name), size) for name, size in mesh.axes))
+        return renamed, {
+            key: tuple(replace(split, axis=swap.get(split.axis, split.axis)) for split in choice)
+            for key, choice in choices.items()
+        }
 
     def _schedule(self) -> str:
         return "1f1b" if isinstance(self.step, TrainStep) else "forward"

@@ -10,8 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.layout import Layout, Position
 from autopar.mesh import Mesh
@@ -85,8 +88,16 @@ def moves_from(layout: Layout, mesh: Mesh) -> Iterator[tuple[Move, Layout]]:
 
 def moved_bytes(move: Move, before: Layout, mesh: Mesh, item_bytes: float) -> float:
     """Bytes of the collective's whole tensor, the axis in question not splitting it (`cluster.collectives`)."""
-    local = math.prod(before.local_shape(mesh)) * item_bytes
+    local = math.prod(f.size for dim in before.dims for f in dim) // before.num_shards(mesh) * item_bytes
     return local * mesh.size(move.axis) if move.kind in ("gather", "exchange") else local
+
+
+@dataclass(frozen=True, slots=True)
+class _Closure:
+    """The price of every pair of layouts of values with the same factors."""
+
+    index: dict[Layout, int]
+    cost_s: npt.NDArray[np.float64]
 
 
 class Resharder:
@@ -96,6 +107,7 @@ class Resharder:
         self.mesh = mesh.spmd
         self._price = price
         self._trees: dict[tuple[Layout, float], dict[Layout, tuple[float, Layout | None, Move | None]]] = {}
+        self._closures: dict[tuple[Layout, float], _Closure] = {}
 
     def cost_s(self, source: Layout, target: Layout, item_bytes: float) -> float:
         """Seconds of the cheapest path; infinite where there is none (a partial value can't be made)."""
@@ -103,6 +115,43 @@ class Resharder:
             return 0.0
         found = self._tree(source, item_bytes).get(target)
         return math.inf if found is None else found[0]
+
+    def matrix_s(self, sources: Sequence[Layout], targets: Sequence[Layout], item_bytes: float) -> npt.NDArray[np.float64]:
+        """`cost_s` of every source to every target, all layouts of one value."""
+        if not sources or not targets:
+            return np.zeros((len(sources), len(targets)))
+        closure = self._closure(Layout.whole(sources[0].factor_sizes), sources, item_bytes)
+        rows = [closure.index[layout] for layout in sources]
+        unreachable = len(closure.index)
+        columns = [closure.index.get(layout, unreachable) for layout in targets]
+        return closure.cost_s[np.ix_(rows, columns)]
+
+    def _closure(self, whole: Layout, sources: Sequence[Layout], item_bytes: float) -> _Closure:
+        """All shortest paths (Floyd-Warshall) among what can be reached from the sources seen so far."""
+        known = self._closures.get((whole, item_bytes))
+        if known is None or any(layout not in known.index for layout in sources):
+            seeds = [*sources, *(known.index if known else ())]
+            known = self._closures[whole, item_bytes] = self._close(seeds, item_bytes)
+        return known
+
+    def _close(self, seeds: Sequence[Layout], item_bytes: float) -> _Closure:
+        index = {layout: i for i, layout in enumerate(dict.fromkeys(seeds))}
+        edges: list[tuple[int, int, float]] = []
+        waiting = list(index)
+        while waiting:
+            layout = waiting.pop()
+            for move, after in moves_from(layout, self.mesh):
+                if after not in index:
+                    index[after] = len(index)
+                    waiting.append(after)
+                edges.append((index[layout], index[after], self._move_s(move, layout, item_bytes) + _EPSILON_S))
+        cost = np.full((len(index) + 1, len(index) + 1), np.inf)
+        for i, j, seconds in edges:
+            cost[i, j] = min(cost[i, j], seconds)
+        np.fill_diagonal(cost, 0.0)
+        for k in range(len(index)):
+            np.minimum(cost, cost[:, k : k + 1] + cost[k : k + 1, :], out=cost)
+        return _Closure(index, cost)
 
     def path(self, source: Layout, target: Layout, item_bytes: float) -> list[tuple[Move, Layout]]:
         """The moves of the cheapest path, each with the layout that it leads to."""

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from autopar import markers
 from autopar.layout import Layout
 from autopar.reshard import Move, Resharder
-from autopar.rules.nodes import tensor_operands
+from autopar.rules.nodes import replace_operands, tensor_operands
 from passes.context import Context
 from passes.lay_out import needed_layouts
 
@@ -41,10 +41,9 @@ class _Inserter:
 
     def reshard_operands(self, node: Node) -> None:
         place = (node.meta["phase"], node.meta["level"], node.meta["stage"])
-        for operand, needed in zip(tensor_operands(node), needed_layouts(node), strict=True):
-            if operand.meta["layout"] != needed:
-                with self.graph.inserting_before(node):
-                    node.replace_input_with(operand, self.reshard(operand, needed, place, node.meta["path"]))
+        pairs = zip(tensor_operands(node), needed_layouts(node), strict=True)
+        with self.graph.inserting_before(node):
+            replace_operands(node, [self.reshard(operand, needed, place, node.meta["path"]) for operand, needed in pairs])
 
     def reshard_outputs(self, state_pairs: tuple[tuple[Node, Node], ...]) -> None:
         output = next(n for n in self.graph.nodes if n.op == "output")

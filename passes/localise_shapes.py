@@ -115,7 +115,10 @@ class Localiser:
 
     # -- building ----------------------------------------------------------------------------------------------
     def call(self, like: Node, target: Callable[..., Any], *args: Any, layout: Layout | None = None) -> Node:
-        """A new node at the insertion point, with `like`'s place and its local value."""
+        """A new node at the insertion point that runs where `like` does: in its part of its stage.
+
+        `like` is the op that is rewritten, never its operand: a batch stands in no part of its own.
+        """
         node = self.graph.call_function(target, args)
         for key in ("path", "phase", "level", "stage", "source"):
             node.meta[key] = like.meta.get(key, "")
@@ -296,12 +299,12 @@ def _split_axes(rule: LeafRule, node: Node, letter: str) -> list[str]:
 
 def _localised_index(localiser: Localiser, node: Node, index: Node, axes: list[str], size: int) -> tuple[Node, Node]:
     """Indices into this rank's range (0 where outside), and where they are inside."""
-    first = localiser.offset(index, axes, size)
-    shifted = localiser.call(index, aten.sub.Tensor, index, first)
-    above = localiser.call(index, aten.ge.Scalar, shifted, 0)
-    below = localiser.call(index, aten.lt.Scalar, shifted, size)
-    inside = localiser.call(index, aten.bitwise_and.Tensor, above, below)
-    clamped = localiser.call(index, aten.mul.Tensor, shifted, inside)
+    first = localiser.offset(node, axes, size)
+    shifted = localiser.call(node, aten.sub.Tensor, index, first)
+    above = localiser.call(node, aten.ge.Scalar, shifted, 0)
+    below = localiser.call(node, aten.lt.Scalar, shifted, size)
+    inside = localiser.call(node, aten.bitwise_and.Tensor, above, below)
+    clamped = localiser.call(node, aten.mul.Tensor, shifted, inside)
     return clamped, inside
 
 
@@ -309,9 +312,9 @@ def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node
     """`value` where `inside`, else 0: chosen, not multiplied, since what is masked out may be infinite."""
     missing = value.meta["local_val"].dim() - inside.meta["local_val"].dim()
     for _ in range(missing):
-        inside = localiser.call(inside, aten.unsqueeze.default, inside, -1)
+        inside = localiser.call(node, aten.unsqueeze.default, inside, -1)
     nothing = False if value.meta["local_val"].dtype == torch.bool else 0
-    return localiser.call(value, aten.where.ScalarOther, inside, value, nothing)
+    return localiser.call(node, aten.where.ScalarOther, inside, value, nothing)
 
 
 def _index_axes(node: Node) -> tuple[list[str], Layout]:
@@ -324,7 +327,7 @@ def _contiguous_operands(localiser: Localiser, node: Node) -> None:
     """The kernel reads statistics as if they were contiguous (wrong numbers from a strided shard in torch 2.13)."""
     for operand in tensor_operands(node):
         if not operand.meta["local_val"].is_contiguous():
-            dense = localiser.call(operand, aten.clone.default, operand)
+            dense = localiser.call(node, aten.clone.default, operand)
             dense.kwargs = {"memory_format": torch.contiguous_format}
             localiser.run(dense)
             dense.meta["layout"] = operand.meta["layout"]
@@ -358,7 +361,7 @@ def _embedding_backward(localiser: Localiser, node: Node) -> None:
         return
     local = _local_result(localiser, node)[0]
     if isinstance(padding, int) and padding >= 0:
-        kept = localiser.call(index, aten.ne.Scalar, index, padding)  # type: ignore[arg-type]
+        kept = localiser.call(node, aten.ne.Scalar, index, padding)  # type: ignore[arg-type]
         gradient = _masked(localiser, node, gradient, kept)  # type: ignore[arg-type]
     index, inside = _localised_index(localiser, node, index, axes, local)  # type: ignore[arg-type]
     gradient = _masked(localiser, node, gradient, inside)  # type: ignore[arg-type]
@@ -393,7 +396,7 @@ def _linear(localiser: Localiser, node: Node) -> None:
         position = localiser.call(node, collectives.coordinate, axis)
         first = localiser.call(node, operator.eq, position, 0)
         bias = node.args[2]
-        scaled = localiser.call(bias, aten.mul.Tensor, bias, first)  # type: ignore[arg-type]
+        scaled = localiser.call(node, aten.mul.Tensor, bias, first)  # type: ignore[arg-type]
         node.args = (node.args[0], node.args[1], scaled)
 
 

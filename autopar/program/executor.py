@@ -71,6 +71,7 @@ class StageExecutor:
         self._scalars = [(slot.name, cell) for (slot, _), cell in cells if slot.kind == "scalar"]
         self._persistent = [(slot, cell) for (slot, _), cell in cells if slot.kind in ACROSS_STEPS]
         self._outputs = self._output_cells()
+        self._shared: list[int] | None = None
 
     # -- state ---------------------------------------------------------------------------------------------------
     @property
@@ -174,14 +175,17 @@ class StageExecutor:
         return {name: self._collect(cells) for name, cells in self._outputs.items()}
 
     def _separate_state(self) -> None:
-        """State must not lie in an accumulator (zeroed in place) nor be a view of something larger (kept alive)."""
-        zeroed = {t.untyped_storage().data_ptr() for c in self.plan.zeroed if (t := self._store[c]) is not None}
-        for _, cell in self._persistent:
+        """State must not lie in an accumulator (zeroed in place) nor be a view of something larger (kept alive).
+
+        Which slots would is a property of the program: looked up after the first step, copied after each.
+        """
+        if self._shared is None:
+            zeroed = {t.untyped_storage().data_ptr() for c in self.plan.zeroed if (t := self._store[c]) is not None}
+            self._shared = [cell for _, cell in self._persistent if _lies_elsewhere(self._store[cell], zeroed)]
+        for cell in self._shared:
             tensor = self._store[cell]
             assert tensor is not None
-            storage = tensor.untyped_storage()
-            if storage.nbytes() > tensor.nbytes or storage.data_ptr() in zeroed:
-                self._store[cell] = tensor.clone(memory_format=torch.contiguous_format)
+            self._store[cell] = tensor.clone(memory_format=torch.contiguous_format)
 
     def _collect(self, cells: list[int]) -> Tensor:
         parts: list[Tensor] = []
@@ -236,6 +240,12 @@ class StageExecutor:
         for _, name, cell in sorted(found):
             by_name.setdefault(name, []).append(cell)
         return by_name
+
+
+def _lies_elsewhere(tensor: Tensor | None, zeroed: Collection[int]) -> bool:
+    assert tensor is not None
+    storage = tensor.untyped_storage()
+    return storage.nbytes() > tensor.nbytes or storage.data_ptr() in zeroed
 
 
 def join_outputs(parts: Sequence[Tensor]) -> Tensor:

@@ -105,6 +105,11 @@ class LoadedProgram:
         self.saved, self.directory = saved, directory
         self.plan = Plan.from_json(saved.plan_json, str(directory / "plan.json"))
 
+    @functools.cached_property
+    def hash(self) -> str:
+        """The hash of the program that was saved, unless a file was edited."""
+        return program_hash(self.plan.fingerprint, self.saved.codes)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.saved, name)
 
@@ -132,7 +137,8 @@ def start(
     """A trainer of `program` whose state is filled from `step`'s model, one whole tensor at a time."""
     from autopar.program.trainer import Trainer
 
-    trainer = Trainer(program, optional=program.optional, device=device, deterministic=deterministic)
+    unsaved = {name for name, _ in step.model.named_buffers()} - set(step.model.state_dict()) | set(recipe.constants)
+    trainer = Trainer(program, optional=program.optional, unsaved=unsaved, device=device, deterministic=deterministic)
     wanted = set(trainer.executor.slots)
 
     def put(slot: Slot, value: Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from autopar.rules.notation import Linear, Shape
 
@@ -46,6 +47,16 @@ def _nodes_in(argument: Any) -> Iterator[Node]:
     elif isinstance(argument, dict):
         for item in argument.values():
             yield from _nodes_in(item)
+
+
+def replace_operands(node: Node, operands: Sequence[Node]) -> None:
+    """Puts `operands` in the places of `tensor_operands(node)`: one value in two places may become two."""
+    remaining = iter(operands)
+
+    def placed(argument: Node) -> Node:
+        return next(remaining) if isinstance(argument.meta.get("val"), torch.Tensor) else argument
+
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), placed)
 
 
 def result_values(node: Node) -> list[torch.Tensor | None]:

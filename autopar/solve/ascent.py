@@ -91,19 +91,26 @@ def ascend(flow: Flow, offer: Callable[[Mapping[int, int]], float], is_spent: Ca
 def _mix(
     flow: Flow, network: _Network, best: Priced, nudge: float, offer: Callable[[Mapping[int, int]], float]
 ) -> float:
-    """Choices between the two that the best prices can't tell apart: the first nodes pay a little more for memory, the
-    rest a little less, and bisection finds how many of the first it takes to fit. Returns the best objective so far."""
-    nodes = [node for node in flow.first if flow.model.memory[node]]
-    low, high, upper = 0, len(nodes), np.inf
-    while low < high:
-        middle = (low + high) // 2
-        factors = dict.fromkeys(nodes[:middle], 1 + nudge) | dict.fromkeys(nodes[middle:], 1 - nudge)
-        _, picked = _sweep(flow, network, best.prices, 1, factors)
-        upper = offer({node: int(flow.model.alive[node][strategy]) for node, strategy in picked.items()})
-        if max(_cut(flow, picked).excess.values()) > 0:
-            low = middle + 1
-        else:
-            high = middle
+    """Choices between those that the best prices can't tell apart; returns the best objective so far.
+
+    At first every node pays a little more for memory, which fits as a rule. Then, limit by limit, bisection finds how
+    many of the first nodes have to go on doing so while the rest pay a little less.
+    """
+    users = {limit: [node for node in flow.first if limit in flow.model.memory[node]] for limit in flow.memory}
+    factors = {(node, limit): 1 + nudge for limit, nodes in users.items() for node in nodes}
+    upper = np.inf
+    for limit, nodes in users.items():
+        low, high = 0, len(nodes)
+        while low < high:
+            middle = (low + high) // 2
+            trial = factors | {(node, limit): 1 - nudge for node in nodes[middle:]}
+            _, picked = _sweep(flow, network, best.prices, 1, trial)
+            upper = offer({node: int(flow.model.alive[node][strategy]) for node, strategy in picked.items()})
+            if _cut(flow, picked).excess[limit] > 0:
+                low = middle + 1
+            else:
+                high = middle
+        factors |= {(node, limit): 1 - nudge for node in nodes[high:]}
     return upper
 
 
@@ -133,16 +140,15 @@ def _end(block: int, is_source: bool, other: int, members: Index, here: slice, t
 
 
 def _sweep(
-    flow: Flow, network: _Network, prices: Prices, sweeps: int, memory_factors: Mapping[int, float]
+    flow: Flow, network: _Network, prices: Prices, sweeps: int, factors: Mapping[tuple[int, int], float]
 ) -> tuple[Array, dict[int, int]]:
     """The couplings' prices after some sweeps there and back, and the choice read off (as positions in `alive`)."""
     costs, _ = base_costs(flow, prices)
     matrices = _matrices(flow, costs)
     nodes, coupling = list(flow.first), prices.coupling.copy()
     own = {node: costs[first : first + len(flow.model.alive[node])] for node, first in flow.first.items()}
-    for node, factor in memory_factors.items():
-        for limit, used in flow.model.memory[node].items():
-            own[node] = own[node] + (factor - 1) * prices.limit[limit] * used
+    for (node, limit), factor in factors.items():
+        own[node] = own[node] + (factor - 1) * prices.limit[limit] * flow.model.memory[node][limit]
     for _ in range(sweeps):
         for node in nodes:
             _push(network, node, own[node], matrices, coupling, network.later[node])
@@ -209,39 +215,40 @@ def _cut(flow: Flow, picked: Mapping[int, int]) -> _Cut:
 
 
 def _next_prices(flow: Flow, cuts: list[_Cut], best: Priced, coupling: Array) -> tuple[Prices, float]:
-    """Halfway from the best prices to where the cuts are highest, and how high they are there.
+    """Halfway from the best prices to where the cuts are highest within a box, and how high they are anywhere.
 
-    Limits that every cut so far breaks have no highest point: their prices double.
+    The box lets each limit's price double; a price that the cuts push to the box's edge goes there at once.
     """
-    usable = [cut for cut in cuts if np.isfinite(cut.linear) and np.isfinite(list(cut.rows.values())).all()]
-    open_limits = {limit for limit in flow.memory if all(cut.excess[limit] > 0 for cut in cuts)}
+    usable = [cut for cut in cuts if np.isfinite([cut.linear, *cut.rows.values()]).all()]
+    box = _box(flow, best)
     if not usable:
-        return replace(best.prices, coupling=coupling, limit=_doubled(flow, best, set(flow.memory))), np.inf
-    master, ceiling = _highest(flow, usable, best, open_limits)
-    limits = {limit: (each + master.limit[limit]) / 2 for limit, each in best.prices.limit.items()}
-    limits |= {limit: each for limit, each in _doubled(flow, best, open_limits).items() if limit in open_limits}
+        return Prices(coupling, box, best.prices.peak), np.inf
+    master, ceiling = _highest(flow, usable, best, box)
+    at_edge = {limit: master.limit[limit] >= edge * (1 - SETTLED) for limit, edge in box.items()}
+    limits = {
+        limit: master.limit[limit] if at_edge[limit] else (each + master.limit[limit]) / 2
+        for limit, each in best.prices.limit.items()
+    }
     peaks = tuple(
         {row: (share + aimed[row]) / 2 for row, share in shares.items()}
         for shares, aimed in zip(best.prices.peak, master.peak, strict=True)
     )
-    return Prices(coupling, limits, peaks), np.inf if open_limits else ceiling
+    return Prices(coupling, limits, peaks), np.inf if any(at_edge.values()) else ceiling
 
 
-def _doubled(flow: Flow, best: Priced, limits: set[int]) -> dict[int, float]:
-    """Twice each price; at first what makes a full limit worth a little of the bound."""
-    first = {limit: FIRST_PRICE * abs(best.bound) / max(flow.model.room[limit], 1.0) for limit in limits}
-    return {limit: max(2 * best.prices.limit[limit], first[limit]) for limit in limits}
+def _box(flow: Flow, best: Priced) -> dict[int, float]:
+    """Twice each price, at least what makes a full limit worth a little of the bound."""
+    first = {limit: FIRST_PRICE * abs(best.bound) / max(flow.model.room[limit], 1.0) for limit in flow.memory}
+    return {limit: max(2 * each, first[limit]) for limit, each in best.prices.limit.items()}
 
 
-def _highest(flow: Flow, cuts: list[_Cut], best: Priced, fixed: set[int]) -> tuple[Prices, float]:
-    """The prices at which the lowest cut is highest (a linear program of a few variables); `fixed` limits stay."""
+def _highest(flow: Flow, cuts: list[_Cut], best: Priced, box: Mapping[int, float]) -> tuple[Prices, float]:
+    """The prices in the box at which the lowest cut is highest (a linear program of a few variables)."""
     program = mathopt.Model()
     height = program.add_variable()
     units = {limit: max(abs(cut.excess[limit]) for cut in cuts) or 1.0 for limit in flow.memory}
-    limits = {limit: program.add_variable(lb=0.0) for limit in flow.memory}
+    limits = {limit: program.add_variable(lb=0.0, ub=box[limit] * units[limit]) for limit in flow.memory}
     peaks = [{row: program.add_variable(lb=0.0) for row in term.rows} for term in flow.model.peaks]
-    for limit in fixed:
-        program.add_linear_constraint(limits[limit] == best.prices.limit[limit] * units[limit])
     for term, shares in zip(flow.model.peaks, peaks, strict=True):
         program.add_linear_constraint(mathopt.LinearSum(shares.values()) == term.weight)
     for cut in cuts:

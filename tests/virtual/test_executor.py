@@ -11,7 +11,7 @@ from autopar import collectives
 from autopar.errors import PlanError, VerificationError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.program.executor import join_outputs, split_microbatches
+from autopar.program.executor import StageExecutor, join_outputs, split_microbatches
 from autopar.program.parts import Slot
 from autopar.program.state import is_plain, placements, plain_layout
 from autopar.program.steps import plan_steps, without_zeros
@@ -133,3 +133,55 @@ def test_plain_layouts(text, plain, whole):
     assert is_plain(layout, mesh) is plain
     assert str(plain_layout(layout, mesh)) == whole
     assert len(placements(plain_layout(layout, mesh), mesh)) == 2
+
+
+class Alone:
+    """The communicator of a single rank."""
+
+    stage, device, coordinates = 0, torch.device("cpu"), {"dp": 0}
+
+
+@pytest.mark.parametrize("optional", [{}, {"backward": [Slot("accumulator", "w")]}])
+def test_executor_frees_zeroes_and_adopts(optional):
+    """Functions that take a list and empty it, add in place, and may keep the first gradient for an absent sum."""
+    seen = []
+
+    def forward(inputs):
+        x, y, weight = inputs
+        inputs.clear()
+        error = x @ weight.T - y
+        return (error.square().mean(), error)
+
+    def backward(inputs):
+        x, error, total = inputs
+        inputs.clear()
+        seen.append(None if total is None else total.clone())
+        gradient = error.T @ x * (2 / error.numel() / hb.MICROBATCHES)
+        return (gradient if total is None else total.add_(gradient),)
+
+    def update(inputs):
+        weight, gradient, momentum, lr = inputs
+        inputs.clear()
+        momentum = momentum.mul_(0.9).add_(gradient)
+        return (weight.sub_(momentum * lr), momentum)
+
+    def prologue(inputs):
+        return (inputs.pop(),)
+
+    pipeline = dataclasses.replace(hb.zero3(), mesh=Mesh.parse("dp=1"))
+    functions = {"prologue": prologue, "forward": forward, "backward": backward, "update": update}
+    executor = StageExecutor(pipeline, Alone(), functions, optional)
+    (weight,) = hb.weights((12, 6))
+    executor.set(Slot("param", "w"), weight.clone())
+    executor.set(Slot("state", "w.m"), torch.zeros_like(weight))
+    reference = hb.Reference([weight])
+    for step in range(2):
+        x, y = hb.batch(step)
+        pieces = {"x": list(x.chunk(hb.MICROBATCHES)), "y": list(y.chunk(hb.MICROBATCHES))}
+        loss = executor.step(pieces, {"group0.lr": torch.tensor(0.1)})["loss"]
+        assert loss.item() == pytest.approx(reference.step(x, y, 0.1), rel=1e-6)
+        torch.testing.assert_close(executor.get(Slot("param", "w")), reference.weights[0])
+        first = seen[step * hb.MICROBATCHES]
+        assert (first is None) if optional else torch.equal(first, torch.zeros(12, 6))
+    alive = {str(slot) for (slot, _), cell in executor.plan.cells.items() if executor._store[cell] is not None}
+    assert alive == {"param:w", "state:w.m", *([] if optional else ["accumulator:w"])}

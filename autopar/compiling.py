@@ -30,7 +30,10 @@ def compile(step: ForwardStep, plan: Plan) -> Program:
     cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))
     graph = annotated(captured, plan.microbatches, cut)
     choices = parsed_choices(graph, plan.choices)
-    pipeline = lower(graph, choices, plan.mesh, plan.microbatches, prices(plan.cluster, plan.mesh), plan.schedule, plan.recomputed)
+    pipeline = lower(
+        graph, choices, plan.mesh, plan.microbatches, prices(plan.cluster, plan.mesh), plan.schedule, plan.recomputed,
+        plan.estimate.memory_limit_bytes,
+    )  # fmt: skip
     return Program(step, plan, pipeline)
 
 
@@ -49,18 +52,23 @@ def lower(
     price: Price,
     schedule: str,
     recomputed: tuple[str, ...] = (),
+    capacity: int = 1 << 40,
 ) -> Pipeline:
-    """The step graph as the parts that ranks run, under a schedule that was checked for deadlock."""
+    """The step graph as the parts that ranks run, under a schedule that was checked for deadlock.
+
+    `capacity`: bytes of one device; gathers that run ahead of their use may hold a tenth of it.
+    """
     import fnmatch
     from dataclasses import replace
 
     import passes
     from autopar.program.schedule import check_no_deadlock, make_schedule
-    from passes.context import Context
+    from passes.context import Context, Overlap
 
     keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
     again = frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
-    context = Context(mesh, microbatches, choices, step.state_pairs, Resharder(mesh, price), again)
+    ahead = Overlap(gathered_bytes=min(1 << 30, capacity // 10))
+    context = Context(mesh, microbatches, choices, step.state_pairs, Resharder(mesh, price), again, ahead)
     pipeline = passes.lower(step.graph, context)
     actions = make_schedule(schedule, mesh.num_stages, microbatches)
     check_no_deadlock(actions, pipeline.transfers)

@@ -154,7 +154,7 @@ class _Search:
             self._note(mesh, step_s, peak, "slower", f"{step_s / best.solution.objective:.3f} times the best plan")
             return best
         self.candidates = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
-        self._note(mesh, step_s, peak, "chosen", "the fastest that fits")
+        self._note(found.mesh, step_s, peak, "chosen", "the fastest that fits")
         return found
 
     def _solve(self, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
@@ -184,7 +184,9 @@ class _Search:
         texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
         fresh = annotated(self.captured, self.step.microbatches, cut)  # lowering rewrites the graph
         schedule = self._schedule()
-        pipeline = lower(fresh, choices, mesh, self.step.microbatches, prices(self.cluster, mesh), schedule)
+        pipeline = lower(
+            fresh, choices, mesh, self.step.microbatches, prices(self.cluster, mesh), schedule, capacity=int(self.capacity)
+        )
         peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
         return _Found(mesh, cut, schedule, choices, texts, solution, built, pipeline, peaks)
 

@@ -95,7 +95,7 @@ def _bubble(pipeline: Pipeline, microbatch_s: tuple[float, ...]) -> float:
     durations = {}
     for stage, seconds in enumerate(microbatch_s):
         durations[f"{stage}F"], durations[f"{stage}B"] = seconds / 3, seconds * 2 / 3
-    return bubble_fraction(pipeline.schedule, durations)
+    return bubble_fraction(pipeline.schedule, durations, pipeline.transfers)
 
 
 def _parts(objective: float, rows: tuple[float, ...], stages: int, count: int) -> dict[str, float]:

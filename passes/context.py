@@ -13,6 +13,17 @@ from autopar.rules.choices import Choice
 
 
 @dataclass(frozen=True, slots=True)
+class Overlap:
+    """How far communication may run ahead."""
+
+    gathered_bytes: int = 1 << 30
+    """Greatest total of gathered buffers whose first reader hasn't run yet."""
+    outstanding: int = 24
+    """Greatest number of collectives in flight."""
+    blocks_ahead: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """The plan's part of a lowering: choices by node key, what is recomputed, and where it will run."""
 
@@ -22,3 +33,4 @@ class Context:
     state_pairs: tuple[tuple[Node, Node], ...]
     resharder: Resharder
     recomputed: frozenset[str] = frozenset()
+    overlap: Overlap = Overlap()

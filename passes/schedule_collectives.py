@@ -33,22 +33,12 @@ from torch import fx
 from autopar import collectives
 from autopar.program.parts import Part
 from autopar.program.storages import is_start, is_view, is_wait, local_value, nbytes, output_values
+from passes.context import Overlap
 from passes.editing import edit
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.clone.default, operator.getitem)
 SUMS = (aten.add.Tensor,)
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """How far communication may run ahead."""
-
-    gathered_bytes: int = 1 << 30
-    """Greatest total of gathered buffers whose first reader hasn't run yet."""
-    outstanding: int = 24
-    """Greatest number of collectives in flight."""
-    blocks_ahead: int = 1
 
 
 def schedule_collectives(part: Part, context: Any = None) -> Part:

@@ -31,7 +31,7 @@ from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.solve.allowed import bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem
-from autopar.solve.problem import Limit, Problem, Solution, Term
+from autopar.solve.problem import Limit, Problem, Solution, Term, evaluate
 from autopar.solve.search import min_limit_usage, solve
 from autopar.units import format_bytes, parse_bytes
 
@@ -39,6 +39,9 @@ MARGIN = 0.05
 """Share of a device's memory left to the allocator and the libraries."""
 
 GAP = 1e-3
+BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
+"""Effort for the bound of a pipelined mesh."""
+
 TRIES = 4
 """How often a limit is tightened after the accountant found more than the solver's rows."""
 
@@ -138,7 +141,8 @@ class _Search:
         terms = (Term(1 + (count - 1) / stages, (0,)), Term(1 / stages, (1,)))
         free = replace(built.problem, limits=(), objective=terms)
         free = replace(free, nodes=tuple(replace(node, memory={}) for node in free.nodes))
-        solution = solve(free, gap=GAP)
+        is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
+        solution = solve(free, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S) if is_only_a_bound else solve(free, gap=GAP)
         return _Relaxed(solution.bound, built, solution)
 
     # -- one candidate -----------------------------------------------------------------------------------------
@@ -166,7 +170,7 @@ class _Search:
         limits = built.problem.limits
         for _ in range(TRIES):
             problem = replace(built.problem, limits=limits)
-            solution = solve(problem, gap=GAP)
+            solution = self._known(problem, mesh, relaxed) or solve(problem, gap=GAP)
             if solution.status == "infeasible" or not solution.choice:
                 self._note_shortage(problem, mesh)
                 return None
@@ -176,6 +180,12 @@ class _Search:
                 return found
             limits = tuple(_tightened(limit, more) for limit, more in zip(limits, excess, strict=True))
         return None
+
+    def _known(self, problem: Problem, mesh: Mesh, relaxed: _Relaxed) -> Solution | None:
+        """The relaxed solution, where it is one of the whole problem: one stage, and within the limits."""
+        if mesh.num_stages > 1 or not relaxed.solution.choice:
+            return None
+        return relaxed.solution if evaluate(problem, relaxed.solution.choice).feasible else None
 
     def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
         choices = built.choices(solution.choice)

@@ -289,8 +289,15 @@ def _scale_result(localiser: Localiser, node: Node, divisor: int) -> None:
     with localiser.graph.inserting_before(node.next):
         localiser.run(node)
         share = localiser.call(node, aten.div.Scalar, node, divisor, layout=node.meta["layout"])
+    _replace(node, share, users)
+
+
+def _replace(node: Node, result: Node, users: list[Node]) -> None:
+    """`result` stands for the step graph's node from now on: it has its key and its readers."""
+    if "key" in node.meta:
+        result.meta["key"] = node.meta.pop("key")
     for user in users:
-        user.replace_input_with(node, share)
+        user.replace_input_with(node, result)
 
 
 def _split_axes(rule: LeafRule, node: Node, letter: str) -> list[str]:
@@ -350,8 +357,7 @@ def _mask_result(localiser: Localiser, node: Node, inside: Node) -> None:
         localiser.run(node)
         result = _masked(localiser, node, node, inside)
     result.meta["layout"] = node.meta["layout"]
-    for user in users:
-        user.replace_input_with(node, result)
+    _replace(node, result, users)
 
 
 def _embedding_backward(localiser: Localiser, node: Node) -> None:
@@ -430,8 +436,7 @@ def _arange(localiser: Localiser, node: Node) -> None:
             value = localiser.call(node, aten.add.Tensor, value, start, layout=layout)
         if wide != dtype:
             value = localiser.cast(value, dtype)
-    for user in users:
-        user.replace_input_with(node, value)
+    _replace(node, value, users)
 
 
 _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {

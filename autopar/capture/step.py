@@ -93,6 +93,12 @@ class ForwardStep:
         """Per node of the gradient graph its shape as sympy expressions in `b` (microbatch) and `s` (sequence)."""
         return symbolic_shapes(self._request(), self.capture().gradient)
 
+    def formulas(self) -> dict[str, Any]:
+        """`matmul_flops`, `saved_bytes`, `parameter_bytes` of a microbatch, as sympy expressions in `b` and `s`."""
+        from autopar.capture.formulas import formulas
+
+        return formulas(self.capture(), self.symbolic_shapes())
+
     @functools.cached_property
     def _captured(self) -> Captured:
         traced = self._traced()

@@ -257,12 +257,17 @@ def _apart(value: Tensor, count: int) -> list[Tensor]:
     return [value] + [value.clone() for _ in range(count - 1)]
 
 
+def _dense(xs: list[Tensor]) -> list[Tensor]:
+    """Contiguous, as they are sent: `cat` and sums would keep other strides, and the views that follow expect these."""
+    return [x.contiguous() for x in xs]
+
+
 def _all_gather(xs: list[Tensor], dim: int) -> list[Tensor]:
-    return _apart(torch.cat(xs, dim), len(xs))
+    return _apart(torch.cat(_dense(xs), dim), len(xs))
 
 
 def _all_reduce(xs: list[Tensor], op: str = "sum") -> list[Tensor]:
-    return _apart(collectives.ordered_reduce(xs, op), len(xs))
+    return _apart(collectives.ordered_reduce(_dense(xs), op), len(xs))
 
 
 def _reduce_scatter(xs: list[Tensor], dim: int, op: str = "sum") -> list[Tensor]:
@@ -271,7 +276,7 @@ def _reduce_scatter(xs: list[Tensor], dim: int, op: str = "sum") -> list[Tensor]
 
 def _all_to_all(xs: list[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
     chunks = [x.chunk(len(xs), split_dim) for x in xs]
-    return [torch.cat([chunk[j] for chunk in chunks], concat_dim) for j in range(len(xs))]
+    return [torch.cat(_dense([chunk[j] for chunk in chunks]), concat_dim) for j in range(len(xs))]
 
 
 def _shard(xs: list[Tensor], dim: int) -> list[Tensor]:

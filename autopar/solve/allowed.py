@@ -4,7 +4,7 @@
 |--------------------|-----------------------------------------------------------------------------------------------|
 | `dp=N`             | where the node has the batch, dp splits it; nothing else of the activations                     |
 | `tp=N`             | matmuls with a weight split `in` or `out` over tp, attention its heads; nothing splits the batch |
-| `zero=0`           | dp splits no parameter, gradient or state                                                     |
+| `zero=0`           | dp splits no parameter, gradient or state, and no part of the update                          |
 | `zero=1`           | dp splits the optimizer state; gradients are reduced once a step                              |
 | `zero=2`           | and the accumulated gradients                                                                 |
 | `zero=3`           | and the parameters at rest, gathered anew by each microbatch                                  |
@@ -92,6 +92,8 @@ class PinRules:
             return self._zero_allows(kind, rule, split)
         if node.op != "call_function":
             return True
+        if node.meta["phase"] == "update" and self.pins.zero == 0:
+            return split is None or split.factor < 0
         batch = self._fitting(rule, "dp", self.batch)
         if node.meta["phase"] in ("forward", "backward") and batch:
             return split is not None and (split.factor in batch or (split.linear >= 0 and not _is_matmul(node)))

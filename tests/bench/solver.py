@@ -166,7 +166,8 @@ def main() -> None:
         case = f"{'shared' if shared else 'unshared'}, memory {share:g}"
         sizes = f"{len(problem.nodes):6} {len(problem.edges):6}"
         print(
-            f"{case:24} {sizes} {found.objective:12.6g} {found.bound:12.6g} {found.gap:9.2e} {seconds:8.2f} {cpu_s:7.2f}",
+            f"{case:24} {sizes} {found.objective:12.6g} {found.bound:12.6g} {found.gap:9.2e}"
+            f" {seconds:8.2f} {cpu_s:7.2f}",
             flush=True,
         )
 

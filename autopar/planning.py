@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.fx import Node
+
 from autopar.capture.graphs import Captured
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import candidate_meshes, compute_s, distinct_meshes, parse_cluster
@@ -20,6 +22,7 @@ from autopar.cluster.cluster import Cluster
 from autopar.compiling import annotated, lower, prices, valid_for
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint import StepGraph
+from autopar.key_globs import forward_globs
 from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
@@ -33,6 +36,7 @@ from autopar.solve.allowed import bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem
 from autopar.solve.problem import Limit, Problem, Solution, Term, evaluate
 from autopar.solve.search import min_limit_usage, solve
+from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
 from autopar.units import format_bytes, parse_bytes
 
 MARGIN = 0.05
@@ -82,10 +86,16 @@ class _Found:
     schedule: str
     choices: dict[str, Choice]
     texts: dict[str, str]
+    recomputed: tuple[str, ...]
+    num_recomputed: int
     solution: Solution
     built: BuiltProblem
     pipeline: Pipeline
     peaks: list[int]
+
+    @property
+    def again_text(self) -> str:
+        return f", running {self.num_recomputed} forward ops again in the backward" if self.num_recomputed else ""
 
 
 @dataclass(slots=True)
@@ -158,19 +168,32 @@ class _Search:
             self._note(mesh, step_s, peak, "slower", f"{step_s / best.solution.objective:.3f} times the best plan")
             return best
         self.candidates = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
-        self._note(found.mesh, step_s, peak, "chosen", "the fastest that fits")
+        self._note(found.mesh, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
         return found
 
     def _solve(self, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
+        """The fastest that fits: without recompute where memory doesn't bind, since computing again saves no time."""
         cut = self._cut(mesh, relaxed)
         step = self._graph(cut)
         setting = self._setting(step, mesh)
         built = build_problem(step, setting)
         require_all_matched(setting.allowed)  # type: ignore[arg-type]
+        free = self._unlimited(built, mesh, relaxed)
+        if free is not None:
+            found = self._lowered(mesh, cut, step, built, free)
+            if max(found.peaks) <= self.capacity:
+                return found
+        if self.pins.recompute is None and isinstance(self.step, TrainStep):
+            again = build_problem(step, replace(setting, recompute="auto"))
+            return self._within_limits(mesh, cut, step, again) or self._within_limits(mesh, cut, step, built)
+        return self._within_limits(mesh, cut, step, built)
+
+    def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem) -> _Found | None:
+        """Solved under the limits, which are tightened by what the accountant finds too much."""
         limits = built.problem.limits
         for _ in range(TRIES):
             problem = replace(built.problem, limits=limits)
-            solution = self._known(problem, mesh, relaxed) or solve(problem, gap=GAP)
+            solution = solve(problem, gap=GAP)
             if solution.status == "infeasible" or not solution.choice:
                 self._note_shortage(problem, mesh)
                 return None
@@ -178,14 +201,18 @@ class _Search:
             excess = [max(0.0, peak - self.capacity) for peak in found.peaks]
             if not any(excess):
                 return found
-            limits = tuple(_tightened(limit, more) for limit, more in zip(limits, excess, strict=True))
+            stages = zip(limits, built.limit_stages, strict=True)
+            limits = tuple(_tightened(limit, excess[stage]) for limit, stage in stages)
         return None
 
-    def _known(self, problem: Problem, mesh: Mesh, relaxed: _Relaxed) -> Solution | None:
-        """The relaxed solution, where it is one of the whole problem: one stage, and within the limits."""
-        if mesh.num_stages > 1 or not relaxed.solution.choice:
-            return None
-        return relaxed.solution if evaluate(problem, relaxed.solution.choice).feasible else None
+    def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: _Relaxed) -> Solution | None:
+        """The best solution regardless of memory, where it is within the limits."""
+        solution = relaxed.solution
+        if mesh.num_stages > 1 or not solution.choice:
+            nodes = tuple(replace(node, memory={}) for node in built.problem.nodes)
+            solution = solve(replace(built.problem, nodes=nodes, limits=()), gap=GAP)
+        is_within = bool(solution.choice) and evaluate(built.problem, solution.choice).feasible
+        return solution if is_within else None
 
     def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
         choices = built.choices(solution.choice)
@@ -194,11 +221,12 @@ class _Search:
         texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
         fresh = annotated(self.captured, self.step.microbatches, cut)  # lowering rewrites the graph
         schedule = self._schedule()
-        pipeline = lower(
-            fresh, choices, mesh, self.step.microbatches, prices(self.cluster, mesh), schedule, capacity=int(self.capacity)
-        )
+        again = tuple(node.meta["key"] for node in built.recomputed(solution.choice))
+        recomputed = forward_globs(again, keep_out={node.meta["key"] for node in built.kept(solution.choice)})
+        count, price = self.step.microbatches, prices(self.cluster, mesh)
+        pipeline = lower(fresh, choices, mesh, count, price, schedule, recomputed, capacity=int(self.capacity))
         peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
-        return _Found(mesh, cut, schedule, choices, texts, solution, built, pipeline, peaks)
+        return _Found(mesh, cut, schedule, choices, texts, recomputed, len(again), solution, built, pipeline, peaks)
 
     def _named_by_role(
         self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]
@@ -224,10 +252,16 @@ class _Search:
         return "1f1b" if isinstance(self.step, TrainStep) else "forward"
 
     def _cut(self, mesh: Mesh, relaxed: _Relaxed) -> Cut:
-        units, unit = units_of(self.captured.gradient.graph)
-        if mesh.num_stages == 1:
+        units, _ = units_of(self.captured.gradient.graph)
+        stages, count = mesh.num_stages, self.step.microbatches
+        if stages == 1:
             return Cut.single(units)
-        return Cut.from_boundaries(units, _balanced(relaxed.unit_costs(units), mesh.num_stages))
+        in_flight = _in_flight(stages, count)
+        problem = CutProblem(relaxed.layers(units, in_flight[0]), stages, count, self.capacity, in_flight)
+        # where the relaxed layouts need too much memory, the full problem decides whether others fit
+        found = cut_layers(problem) or cut_layers(replace(problem, capacity=math.inf))
+        assert found is not None
+        return Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
 
     def _graph(self, cut: Cut) -> StepGraph:
         if cut not in self.graphs:
@@ -240,12 +274,13 @@ class _Search:
         return Setting(
             mesh=mesh,
             microbatches=count,
-            in_flight=tuple(min(stages - s, count) for s in range(stages)),
+            in_flight=_in_flight(stages, count),
             capacity=self.capacity,
             compute=self._compute_s,
             resharder=Resharder(mesh, price),
             transfer=lambda num_bytes: price("p2p", "pp", num_bytes) if stages > 1 else 0.0,
             allowed=bind_pins(self.pins, step.graph, mesh),
+            recompute=self.pins.recompute or "none",
         )
 
     def _compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
@@ -279,47 +314,36 @@ class _Relaxed:
     built: BuiltProblem
     solution: Solution
 
-    def unit_costs(self, units: tuple[str, ...]) -> list[float]:
-        """Seconds per microbatch of each unit's forward and backward, by module path."""
-        costs = [0.0] * len(units)
+    def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:
+        """What each unit costs and holds under the relaxed choices, by module path."""
         where = {unit: i for i, unit in enumerate(units)}
-        last = 0
-        for node, abstract, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
+        seconds, static, saved = ([0.0] * len(units) for _ in range(3))
+        unit = 0
+        for node, priced, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
+            unit = _unit_index(node, where, unit)
+            held = sum(float(used[pick]) for used in priced.memory.values())
             if node.meta["level"] == "microbatch":
-                last = _unit_index(node.meta.get("path", ""), where, last, node.meta["phase"])
-                costs[last] += float(abstract.cost[pick])
-        return costs
+                seconds[unit] += float(priced.cost[pick])
+            if node.meta["phase"] == "forward":
+                saved[unit] += held / in_flight
+            else:
+                static[unit] += held
+        return tuple(Layer((Point(*point),)) for point in zip(seconds, static, saved, strict=True))
 
 
-def _unit_index(path: str, where: dict[str, int], last: int, phase: str) -> int:
+def _in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
+    """Microbatches whose activations each stage holds at once under 1F1B."""
+    return tuple(min(stages - stage, microbatches) for stage in range(stages))
+
+
+def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
+    """The unit of a node's module; nodes of no unit belong with the node before them."""
+    path = node.meta.get("path", "")
     while path:
         if path in where:
             return where[path]
         path = path.rpartition(".")[0]
-    return len(where) - 1 if phase == "backward" and last == 0 else last
-
-
-def _balanced(costs: list[float], num_stages: int) -> list[int]:
-    """First units of contiguous stages whose greatest cost is least (dynamic programming)."""
-    count = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
-    for stages in range(1, num_stages + 1):
-        for end in range(stages, count + 1):
-            options = [
-                (max(best[start, stages - 1][0], prefix[end] - prefix[start]), start)
-                for start in range(stages - 1, end)
-                if (start, stages - 1) in best
-            ]
-            best[end, stages] = min(options)
-    firsts: list[int] = []
-    end = count
-    for stages in range(num_stages, 0, -1):
-        end = best[end, stages][1]
-        firsts.append(end)
-    return firsts[::-1]
+    return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before
 
 
 def _tightened(limit: Limit, excess: float) -> Limit:
@@ -339,7 +363,7 @@ def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float)
         stages=spans(found.cut),
         node_stage=dict(zip(found.cut.units, found.cut.stages, strict=True)),
         choices=found.texts,
-        recomputed=(),
+        recomputed=found.recomputed,
         pins=tuple(part.strip() for part in str(search.pins).split(",") if part.strip()),
         estimate=estimate(found.pipeline, found.built, found.solution, bound, search.cluster, search.capacity, captured_s, solved_s),
         candidates=tuple(search.candidates),

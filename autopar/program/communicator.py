@@ -70,14 +70,15 @@ def _done(x: Tensor) -> Pending:
 class _Direct:
     """Chunks go straight from rank to rank."""
 
-    def __init__(self, group: dist.ProcessGroup, size: int, rank: int) -> None:
-        self.group, self.size, self.rank = group, size, rank
+    def __init__(self, lanes: tuple[dist.ProcessGroup, dist.ProcessGroup], size: int, rank: int) -> None:
+        self.lanes, self.size, self.rank = lanes, size, rank
         self.peers = [(rank + step) % size for step in range(1, size)]
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Sends `outgoing[j]` to coordinate j and receives `incoming[j]` from it."""
-        receives = [self.group.recv([incoming[peer]], peer, _AXIS_TAG) for peer in reversed(self.peers)]
-        return receives + [self.group.send([outgoing[peer]], peer, _AXIS_TAG) for peer in self.peers]
+        lanes, rank = self.lanes, self.rank
+        receives = [lanes[peer < rank].recv([incoming[peer]], peer, _AXIS_TAG) for peer in reversed(self.peers)]
+        return receives + [lanes[rank < peer].send([outgoing[peer]], peer, _AXIS_TAG) for peer in self.peers]
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = x.contiguous()
@@ -228,8 +229,15 @@ class ProcessCommunicator:
         getattr(self.device_mesh, "_pg_registry", {}).clear()
 
     def _axis(self, axis: str) -> _Direct | _Native:
-        kind = _Direct if self._is_direct else _Deterministic if self.deterministic else _Native
-        return kind(self.device_mesh.get_group(axis), self.mesh.size(axis), self.coordinates[axis])
+        group, size, rank = self.device_mesh.get_group(axis), self.mesh.size(axis), self.coordinates[axis]
+        if self._is_direct:
+            return _Direct((group, self._second_lane(axis)), size, rank)
+        return (_Deterministic if self.deterministic else _Native)(group, size, rank)
+
+    def _second_lane(self, axis: str) -> dist.ProcessGroup:
+        ranks = [dist.get_process_group_ranks(self.device_mesh.get_group(axis))]
+        assert len(ranks[0]) == dist.get_world_size()
+        return dist.new_group(ranks[0])
 
     def _make_edge_groups(self, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """A group (so, on NCCL, a stream) for each edge and direction: sends never wait behind receives."""

@@ -34,8 +34,10 @@ from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.solve.allowed import bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem
-from autopar.solve.problem import Limit, Problem, Solution, Term, evaluate
-from autopar.solve.search import min_limit_usage, solve
+from autopar.solve.held import least_memory
+from autopar.solve.problem import Limit, Solution, Term, evaluate
+from autopar.solve.search import solve
+from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
 from autopar.units import format_bytes, parse_bytes
 
@@ -152,7 +154,8 @@ class _Search:
         free = replace(built.problem, limits=(), objective=terms)
         free = replace(free, nodes=tuple(replace(node, memory={}) for node in free.nodes))
         is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
-        solution = solve(free, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S) if is_only_a_bound else solve(free, gap=GAP)
+        effort = {"gap": BOUND_GAP, "time_limit_s": BOUND_TIME_S} if is_only_a_bound else {"gap": GAP}
+        solution = solve_shared(built, free, **effort)
         return _Relaxed(solution.bound, built, solution)
 
     # -- one candidate -----------------------------------------------------------------------------------------
@@ -185,32 +188,44 @@ class _Search:
                 return found
         if self.pins.recompute is None and isinstance(self.step, TrainStep):
             again = build_problem(step, replace(setting, recompute="auto"))
-            return self._within_limits(mesh, cut, step, again) or self._within_limits(mesh, cut, step, built)
-        return self._within_limits(mesh, cut, step, built)
+            return self._within_limits(mesh, cut, step, again, relaxed.bound)
+        return self._within_limits(mesh, cut, step, built, relaxed.bound)
 
-    def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem) -> _Found | None:
-        """Solved under the limits, which are tightened by what the accountant finds too much."""
+    def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
+        """Solved under the limits, which are tightened by what the accountant finds too much; else what needs least."""
         limits = built.problem.limits
         for _ in range(TRIES):
             problem = replace(built.problem, limits=limits)
-            solution = solve(problem, gap=GAP)
+            solution = solve_shared(built, problem, gap=GAP)
             if solution.status == "infeasible" or not solution.choice:
-                self._note_shortage(problem, mesh)
-                return None
+                break
             found = self._lowered(mesh, cut, step, built, solution)
             excess = [max(0.0, peak - self.capacity) for peak in found.peaks]
             if not any(excess):
                 return found
             stages = zip(limits, built.limit_stages, strict=True)
             limits = tuple(_tightened(limit, excess[stage]) for limit, stage in stages)
+        smallest = self._smallest(mesh, cut, step, built, bound)
+        if smallest is not None and max(smallest.peaks) <= self.capacity:
+            return smallest
+        if smallest is not None:
+            self.shortages.append((max(smallest.peaks), mesh))
         return None
+
+    def _smallest(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
+        """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
+        solution = solve(least_memory(built.problem, 0.1 * self.capacity / bound), gap=GAP)
+        if not solution.choice:
+            return None
+        objective = evaluate(built.problem, solution.choice).objective
+        return self._lowered(mesh, cut, step, built, replace(solution, objective=objective, bound=bound))
 
     def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: _Relaxed) -> Solution | None:
         """The best solution regardless of memory, where it is within the limits."""
         solution = relaxed.solution
         if mesh.num_stages > 1 or not solution.choice:
             nodes = tuple(replace(node, memory={}) for node in built.problem.nodes)
-            solution = solve(replace(built.problem, nodes=nodes, limits=()), gap=GAP)
+            solution = solve_shared(built, replace(built.problem, nodes=nodes, limits=()), gap=GAP)
         is_within = bool(solution.choice) and evaluate(built.problem, solution.choice).feasible
         return solution if is_within else None
 
@@ -292,11 +307,6 @@ class _Search:
             Candidate(mesh, self.step.microbatches, mesh.num_stages, step_s, peak, status, reason)
         )
 
-    def _note_shortage(self, problem: Problem, mesh: Mesh) -> None:
-        usage = min_limit_usage(problem)
-        if usage:
-            self.shortages.append((max(usage.values()) if isinstance(usage, dict) else math.inf, mesh))
-
     def _shortage(self) -> str:
         have = format_bytes(self.capacity)
         if not self.shortages:
@@ -321,7 +331,7 @@ class _Relaxed:
         unit = 0
         for node, priced, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
             unit = _unit_index(node, where, unit)
-            held = sum(float(used[pick]) for used in priced.memory.values())
+            held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
             if node.meta["level"] == "microbatch":
                 seconds[unit] += float(priced.cost[pick])
             if node.meta["phase"] == "forward":

@@ -271,24 +271,28 @@ def _program_against_captured(
             expected = reference.backward(
                 lambda i: {name: promoted(value) for name, value in step.microbatch(step.batch, i).items()}
             )
-            gradients = {name: _gradient(virtual, name) for name in reference.gradients}
+            held = {name: _gradient(virtual, name) for name in reference.gradients}
+            gradients = {name: value for name, value in held.items() if value is not None}
             found += _compare_gradients(index, got, expected, gradients, reference)
             # as above: a rounding error over Adam's eps is an update that says nothing about the program's
-            reference.gradients = gradients
+            reference.gradients |= gradients
             reference.update(captured.scalars)
             found += _compare_values(index, virtual, reference, present)
     return found
 
 
-def _gradient(virtual: VirtualMesh, name: str) -> Tensor:
-    """The step's whole gradient: what tied parameters add to it on several stages, summed."""
+def _gradient(virtual: VirtualMesh, name: str) -> Tensor | None:
+    """The step's whole gradient, what tied parameters add to it on several stages summed; None where no slot holds it.
+
+    (Two parameters may share one gradient, which has the name of the other.)
+    """
     slot, mesh, parts = Slot("accumulator", name), virtual.mesh, []
     for stage in virtual.pipeline.stages:
         if slot in stage.values:
             wide, layout = virtual.local(slot, stage.index), stage.values[slot].layout
             check_replicas(wide, (*layout.split_axes, *dict(layout.partial)), mesh, str(slot))
             parts.append(layout.unshard(lambda at, wide=wide: wide[mesh.rank(at)], mesh))  # type: ignore[misc]
-    return torch.stack(parts).sum(0)
+    return torch.stack(parts).sum(0) if parts else None
 
 
 def _compare_gradients(
@@ -298,8 +302,8 @@ def _compare_gradients(
     for name, value in expected.items():
         yield Difference(HALVES[1], index, name, relative_difference(got[name], value), EXACT)
     floor = _largest(reference.gradients) * ZERO
-    for name, value in reference.gradients.items():
-        relative = relative_difference(gradients[name], value, floor)
+    for name, value in gradients.items():
+        relative = relative_difference(value, reference.gradients[name], floor)
         yield Difference(HALVES[1], index, f"grad:{name}", relative, EXACT)
 
 

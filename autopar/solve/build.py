@@ -2,14 +2,12 @@
 
 Rows of costs: stage s at microbatch level is row s, at step level row S + s. One limit per moment of a stage.
 
-Memory counted (bytes, per rank): parameters and optimizer state at rest; parameters gathered for the whole step;
-gradients or their accumulators; forward values that the backward needs, times the microbatches in flight. The
+Memory counted (bytes, per rank; see `held`): parameters and optimizer state at rest; parameters gathered for the whole
+step; gradients or their accumulators; forward values that the backward needs, times the microbatches in flight. The
 working set of single ops and communication buffers is the margin that the caller leaves (and the accountant checks).
 
-With recompute, a forward node's strategy is a choice and a mode (`modes`). One that is computed again costs its op and
-the resharding of its operands a second time; a parameter that the backward gathers anyway is gathered once for both.
-What a stage computes again for its last block is there at the moment of its peak, together with all that is kept; the
-blocks before it only reach that level as what is kept for later ones has been freed.
+With recompute, a forward node's strategy is a choice and a mode (see `modes`). One that is computed again costs its op
+and the resharding of its operands a second time; what the backward gathers of a parameter anyway serves both.
 """
 
 from __future__ import annotations
@@ -34,7 +32,9 @@ from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import tensor_operands
 from autopar.solve import problem as abstract
 from autopar.solve.costs import Compute, compute_costs, is_view, local_bytes
+from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
 from autopar.solve.modes import Mode, Modes, is_forward, modes_of, producer
+from autopar.solve.problem import Array
 
 Allowed = Callable[[Node, LeafRule, Choice], bool]
 
@@ -66,19 +66,6 @@ class Strategy:
     choice: Choice
     holds_copy: bool = False
     mode: Mode | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """When a stage may need most: at the start of the backward of `block`, what `freed` kept being gone."""
-
-    stage: int
-    block: str = ""
-    freed: str | None = None
-
-    @property
-    def name(self) -> str:
-        return f"stage {self.stage} {self.block}".rstrip()
 
 
 @dataclass(slots=True)
@@ -152,12 +139,13 @@ class _Builder:
     enumerated: dict[LeafRule, list[Choice]] = field(default_factory=dict)
     edges: list[abstract.Edge] = field(default_factory=list)
     modes: Modes | None = None
-    moments: list[_Moment] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
 
     def build(self) -> BuiltProblem:
         if self.setting.recompute != "none":
             self.modes = modes_of(self.step.graph, wanted_again(self.setting.recompute))
-        self.moments = [moment for stage in range(self.setting.mesh.num_stages) for moment in self._moments(stage)]
+        stages, microbatches = self.setting.mesh.num_stages, self.setting.microbatches
+        self.moments = moments_of(self.step.graph, stages, microbatches, self.modes)
         for node in self.step.graph.nodes:
             if node.op != "output" and node.target is not operator.getitem:
                 self._add_node(node)
@@ -181,7 +169,7 @@ class _Builder:
         assert choices, f"{node.meta['key']}: no choice is allowed"
         modes = self.modes.of[node] if self.modes is not None and is_forward(node) else (None,)
         options = [Strategy(choice, mode=mode) for mode in modes for choice in choices]
-        if _is_step_relay(node):
+        if is_step_relay(node):
             options += [Strategy(choice, holds_copy=True) for choice in choices]
         once = compute_costs(node, choices, self.setting.mesh, self.setting.compute) * (len(options) // len(choices))
         costs = np.array(once) * np.array([2.0 if option.mode is Mode.AGAIN else 1.0 for option in options])
@@ -223,7 +211,8 @@ class _Builder:
 
     def _add_operand_edges(self, node: Node) -> None:
         for i, operand in enumerate(tensor_operands(node)):
-            self._add_edge(operand, self._result(operand), node, self._distinct(node, i, results=False), self._row(node))
+            needed = self._distinct(node, i, results=False)
+            self._add_edge(operand, self._result(operand), node, needed, self._row(node))
 
     def _add_edge(
         self,
@@ -240,27 +229,27 @@ class _Builder:
         if value.meta["stage"] != target_node.meta["stage"] and value.meta.get("role") is None:
             sent = [self.setting.transfer(local_bytes(layout, width, self.setting.mesh)) for layout in source[0]]
             full = full + np.array(sent)[source[1]][:, None]
-        if _is_step_relay(target_node) and maker.op == "placeholder":
+        if is_step_relay(target_node) and maker.op == "placeholder":
             full = self._copy_rule(full, target_node)
         self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], full, row))
 
     def _with_modes(self, full: np.ndarray, source: Node, target: Node) -> np.ndarray:
         """What is computed again needs its operand kept or computed again, and reshards it again."""
-        again = self._in_mode(target, Mode.AGAIN)
+        again = self._in_mode(target, Mode.AGAIN) > 0
         if self.modes is None or not again.any():
             return full
         runs = 0 if self._backward_relay(target) is not None else self.modes.runs[target]
         full = np.where(again[None, :], full * (1 + runs), full)
         if not is_forward(source) or source.meta["stage"] != target.meta["stage"]:
             return full
-        return np.where(self._in_mode(source, Mode.DROPPED)[:, None] & again[None, :], np.inf, full)
+        return np.where((self._in_mode(source, Mode.DROPPED) > 0)[:, None] & again[None, :], np.inf, full)
 
     def _in_mode(self, node: Node, mode: Mode) -> np.ndarray:
-        return np.array([option.mode is mode for option in self.strategies[self.index[node]]])
+        return np.array([float(option.mode is mode) for option in self.strategies[self.index[node]]])
 
     def _backward_relay(self, node: Node) -> Node | None:
         """The relay that brings a parameter to the backward of the stage to whose forward `node` brings it."""
-        if node.target is not markers.relay or not _is_step_relay(node.args[0]):  # type: ignore[arg-type]
+        if node.target is not markers.relay or not is_step_relay(node.args[0]):  # type: ignore[arg-type]
             return None
         place = ("backward", node.meta["stage"])
         return next((user for user in node.args[0].users if (user.meta["phase"], user.meta["stage"]) == place), None)  # type: ignore[union-attr]
@@ -275,7 +264,7 @@ class _Builder:
                 continue
             (here, which_here), (there, which_there) = self._result(node), self._result(shared)
             prices = self._prices(tuple(there), tuple(here), node.meta["val"].element_size()).T
-            full = np.where(self._in_mode(node, Mode.AGAIN)[:, None], prices[which_here][:, which_there], 0.0)
+            full = np.where(self._in_mode(node, Mode.AGAIN)[:, None] > 0, prices[which_here][:, which_there], 0.0)
             self.edges.append(abstract.Edge(self.index[node], self.index[shared], full, self._row(node)))
 
     def _copy_rule(self, full: np.ndarray, relay: Node) -> np.ndarray:
@@ -290,84 +279,27 @@ class _Builder:
         return self.matrices[key]
 
     # -- memory ------------------------------------------------------------------------------------------------
-    def _moments(self, stage: int) -> list[_Moment]:
-        """The start of the backward; with recompute, that of the last blocks: a head after them may be small."""
-        if self.modes is None:
-            return [_Moment(stage)]
-        nodes = [n for n in self.step.graph.nodes if is_forward(n) and n.meta["stage"] == stage]
-        blocks = list(dict.fromkeys(self.modes.block[n] for n in nodes if n.target is not markers.relay)) or [""]
-        last = [_Moment(stage, blocks[-1])]
-        return last if len(blocks) == 1 or blocks[-1] != "after" else [*last, _Moment(stage, blocks[-2], blocks[-1])]
-
     def _add_memory(self) -> None:
-        for node in self.graph_nodes:
-            role = node.meta.get("role")
-            if role is not None and role.kind in ("param", "state"):
-                self._hold(node, node.meta["stage"])
-            elif _is_step_relay(node):
-                self._hold(node, node.meta["stage"], np.array([s.holds_copy for s in self.strategies[self.index[node]]]))
-            elif self.modes is not None and is_forward(node):
-                self._hold_by_mode(node, self.modes)
-        seen: set[tuple[Node, int]] = set()
-        for node in self.step.graph.nodes:
-            for value, stage in _outliving(node):
-                if self.modes is not None and value.meta["phase"] == "forward":
-                    continue
-                base = _base(value)
-                if (base, stage) not in seen and base.op == "call_function" and not _is_parameter(base):
-                    seen.add((base, stage))
-                    self._hold(base, stage, self._copies(base, stage))
-        for value, stage in sorted(self.modes.foreign, key=lambda pair: pair[0].name) if self.modes is not None else ():
-            self._hold(value, stage, self._copies(value, stage))
+        holdings = Holdings(
+            graph=self.step.graph,
+            moments=self.moments,
+            in_flight=self.setting.in_flight,
+            modes=self.modes,
+            result_bytes=lambda node, item: self._bytes(node, item, _item(node, item), results=True),
+            operand_bytes=lambda node, i: self._bytes(node, i, tensor_operands(node)[i].meta["val"], results=False),
+            in_mode=self._in_mode,
+            holds_copy=lambda node: np.array([float(s.holds_copy) for s in self.strategies[self.index[node]]]),
+        )
+        for node, limit, sizes in holdings.rows():
+            memory = self.nodes[self.index[node]].memory
+            if sizes.any():
+                memory[limit] = memory.get(limit, 0.0) + sizes
 
-    def _copies(self, value: Node, stage: int) -> int:
-        return self.setting.in_flight[stage] if value.meta["phase"] == "forward" else 1
-
-    def _hold_by_mode(self, node: Node, modes: Modes) -> None:
-        stage = node.meta["stage"]
-        kept, again = self._in_mode(node, Mode.KEPT), self._in_mode(node, Mode.AGAIN)
-        for limit, moment in enumerate(self.moments):
-            if moment.stage != stage:
-                continue
-            count = self.setting.in_flight[stage] - (moment.freed == modes.block[node])
-            here = again * (moment.block == modes.block[node] and not is_view(node))
-            for item in modes.items[node]:
-                self._add_bytes(node, limit, self._bytes(node, item) * (kept * count + here))
-        for value in tensor_operands(node):
-            if self._comes_from_elsewhere(value, node, modes):
-                self._hold(value, stage, again * self.setting.in_flight[stage], on=node)
-
-    def _comes_from_elsewhere(self, value: Node, reader: Node, modes: Modes) -> bool:
-        """Whether another stage makes `value`, and this one needs it later only to compute `reader` again."""
-        stage = reader.meta["stage"]
-        return is_forward(producer(value)[0]) and value.meta["stage"] != stage and (value, stage) not in modes.foreign
-
-    def _hold(self, value: Node, stage: int, count: int | np.ndarray = 1, on: Node | None = None) -> None:
-        """Counts `value` at every moment of a stage: `count` times (per strategy), on its maker or on a reader."""
-        node, item = producer(value)
-        if on is None:
-            sizes = self._bytes(node, item)
-        else:
-            layouts, which = self._distinct(on, tensor_operands(on).index(value), results=False)
-            sizes = self._sizes(layouts, value)[which]
-        for limit, moment in enumerate(self.moments):
-            if moment.stage == stage:
-                self._add_bytes(on or node, limit, sizes * count)
-
-    def _bytes(self, node: Node, item: int) -> np.ndarray:
-        """Bytes of one of a node's results on a rank, per strategy."""
-        value = node.meta["val"]
-        layouts, which = self._distinct(node, item, results=True)
-        return self._sizes(layouts, value[item] if isinstance(value, (tuple, list)) else value)[which]
-
-    def _sizes(self, layouts: list[Layout], value: Tensor | Node) -> np.ndarray:
-        width = (value.meta["val"] if isinstance(value, Node) else value).element_size()
-        return np.array([local_bytes(layout, width, self.setting.mesh) for layout in layouts])
-
-    def _add_bytes(self, node: Node, limit: int, sizes: np.ndarray) -> None:
-        memory = self.nodes[self.index[node]].memory
-        if sizes.any():
-            memory[limit] = memory.get(limit, 0.0) + sizes
+    def _bytes(self, node: Node, item: int, value: Tensor, results: bool) -> Array:
+        """Bytes of one result (or operand) of a node on a rank, per strategy."""
+        layouts, which = self._distinct(node, item, results)
+        sizes: Array = np.array([local_bytes(layout, value.element_size(), self.setting.mesh) for layout in layouts])
+        return sizes[which]
 
     def _limits(self) -> tuple[abstract.Limit, ...]:
         return tuple(abstract.Limit(moment.name, self.setting.capacity) for moment in self.moments)
@@ -382,8 +314,9 @@ class _Builder:
         return (*fill, steady, abstract.Term(1.0, tuple(range(stages, 2 * stages))))
 
 
-def _is_step_relay(node: Node) -> bool:
-    return node.target is markers.relay and node.meta["phase"] == "prologue"
+def _item(node: Node, item: int) -> Tensor:
+    value = node.meta["val"]
+    return value[item] if isinstance(value, (tuple, list)) else value  # type: ignore[no-any-return]
 
 
 def _present_index(node: Node, item: int) -> int:
@@ -392,37 +325,3 @@ def _present_index(node: Node, item: int) -> int:
     if not isinstance(value, (tuple, list)):
         return 0
     return sum(1 for v in value[:item] if v is not None)
-
-
-def _outliving(node: Node) -> list[tuple[Node, int]]:
-    """(value, stage) that live beyond their part because of `node`: saved activations, gradients."""
-    if node.op != "call_function":
-        return []
-    stage = node.meta["stage"]
-    if node.target is markers.accumulate:
-        return [(node, stage)]
-    found = []
-    for source in node.all_input_nodes:
-        if source.op != "call_function" or source.target is markers.accumulate:
-            continue
-        phases = (source.meta["phase"], node.meta["phase"])
-        if phases == ("forward", "backward"):
-            found.append((source, stage))
-        elif phases == ("backward", "update"):
-            found.append((source, source.meta["stage"]))
-    return found
-
-
-def _base(value: Node) -> Node:
-    """The value whose storage `value` shares; a relay may gather, so it counts as a storage of its own."""
-    while value.op == "call_function" and value.target not in (operator.getitem, markers.relay) and is_view(value):
-        value = value.args[0]  # type: ignore[assignment]
-    return value
-
-
-def _is_parameter(value: Node) -> bool:
-    while value.target is markers.relay:
-        value = value.args[0]  # type: ignore[assignment]
-    return value.op != "call_function"
-
-

@@ -28,7 +28,6 @@ from autopar import markers
 from autopar.layers import blocks_of
 from autopar.solve.costs import is_view
 
-
 SMALL = 1 / 32
 """Of the greatest value of the block: what takes less is kept where the backward reads it."""
 

@@ -50,6 +50,23 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten(), ignore_index=3)
 
 
+class Perceptrons(nn.Module):
+    """A language model of residual perceptrons without biases: its backward reads every parameter."""
+
+    def __init__(self, width: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(layers))
+        self.ups = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(layers))
+        self.downs = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(layers))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
 class ConvNet(nn.Module):
     """Batch norm: statistics over the whole batch, buffers that change; convolutions have no rule yet."""
 
@@ -68,9 +85,10 @@ class Squares(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.square, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.one, self.other = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))  # these share a gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.mm(x, torch.mm(self.square, self.square)) * self.scale
+        y = torch.mm(x, torch.mm(self.square, self.square)) * self.scale + self.one + self.other
         return (y * y).mean() + torch.mm(y, y.t()).mean()
 
 
@@ -130,6 +148,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "gpt": (gpt, token_batch, adamw),
     "gpt, 3 layers": (functools.partial(gpt, layers=3), token_batch, adamw),
     "gpt, frozen, momentum": (frozen_gpt, token_batch, momentum),
+    "gpt, 8 rows": (gpt, lambda: token_batch(8), adamw),
+    **{
+        f"gpt, {n} wide layers": (functools.partial(gpt, width=16, heads=4, layers=n, tied=False), token_batch, adamw)
+        for n in (1, 2)
+    },
+    "perceptrons, 8 rows": (Perceptrons, lambda: token_batch(8), adamw),
     "llama": (llama, hf_batch, adamw),
     "llama, 2 layers": (functools.partial(llama, layers=2), hf_batch, momentum),
     "gpt2": (gpt2, hf_batch, momentum),

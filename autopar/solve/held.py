@@ -1,0 +1,180 @@
+"""What a stage holds at the moments when it may need most: the bytes behind the solver's memory limits.
+
+    for node, moment, per_strategy in Holdings(…).rows(): …
+
+Moments: the start of the backward, when all that was kept is there. With one microbatch there are no gradients then,
+and nothing is kept any more at the backward's end, when all gradients are there: two moments, between which one takes
+the other's place. With recompute, what is computed again for the last block of the stage is there at the start; a head
+after the blocks may be small, so the start of the block before it is a moment of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from autopar import markers
+from autopar.rules.nodes import tensor_operands
+from autopar.solve.costs import is_view
+from autopar.solve.modes import Mode, Modes, is_forward, producer
+from autopar.solve.problem import Array, Problem
+
+Row = tuple[Node, int, Array]
+"""A node, the index of a moment, and bytes per strategy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The start of the backward of `block`, what `freed` kept being gone; or the end of the stage's backward."""
+
+    stage: int
+    name: str
+    block: str = ""
+    freed: str | None = None
+    has_activations: bool = True
+    has_gradients: bool = True
+
+
+def moments_of(graph: Graph, num_stages: int, microbatches: int, modes: Modes | None) -> list[Moment]:
+    """The moments of each stage, in order."""
+    has_backward = any(n.op == "call_function" and n.meta["phase"] == "backward" for n in graph.nodes)
+    found: list[Moment] = []
+    for stage in range(num_stages):
+        name, both = f"stage {stage}", microbatches > 1 or not has_backward
+        nodes = [n for n in graph.nodes if is_forward(n) and n.meta["stage"] == stage and n.target is not markers.relay]
+        blocks = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None else []
+        last, *before = blocks[::-1] or [""]
+        found.append(Moment(stage, name, last, has_gradients=both))
+        if last == "after" and before:
+            found.append(Moment(stage, f"{name} {before[0]}", before[0], freed=last, has_gradients=both))
+        if not both:
+            found.append(Moment(stage, f"{name} end", has_activations=False))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the rows are made of. `result_bytes` and `operand_bytes`: of a node's result or operand on a rank, per
+    strategy of the node; `in_mode` and `holds_copy`: 1 for the strategies that are, else 0."""
+
+    graph: Graph
+    moments: list[Moment]
+    in_flight: tuple[int, ...]
+    """Microbatches whose activations a stage holds at once."""
+    modes: Modes | None
+    result_bytes: Callable[[Node, int], Array]
+    operand_bytes: Callable[[Node, int], Array]
+    in_mode: Callable[[Node, Mode], Array]
+    holds_copy: Callable[[Node], Array]
+
+    def rows(self) -> Iterator[Row]:
+        """Every row; a node may have several at a moment."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.meta["role"].kind in ("param", "state"):
+                yield from self._always(node)
+            elif is_step_relay(node):
+                yield from self._always(node, self.holds_copy(node))
+            elif self.modes is not None and is_forward(node):
+                yield from self._by_mode(node, self.modes)
+        yield from self._gradients()
+        yield from self._activations() if self.modes is None else self._foreign(self.modes)
+
+    def _always(self, node: Node, count: Array | float = 1.0) -> Iterator[Row]:
+        for index, moment in enumerate(self.moments):
+            if moment.stage == node.meta["stage"]:
+                yield node, index, self.result_bytes(node, 0) * count
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+    def _gradients(self) -> Iterator[Row]:
+        for base in dict.fromkeys(base_of(value) for value in self._gradient_values()):
+            for index, moment in enumerate(self.moments):
+                is_there = moment.has_gradients or (self.modes is not None and moment.freed == self.modes.block[base])
+                if moment.stage == base.meta["stage"] and is_there:
+                    yield self._row(base, index)
+
+    def _gradient_values(self) -> Iterator[Node]:
+        """What the backward leaves to the update: accumulators, or the gradients of the only microbatch."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.meta["phase"] == "update":
+                sources = (source for source in node.all_input_nodes if source.op == "call_function")
+                yield from (source for source in sources if source.meta["phase"] == "backward")
+
+    # -- activations -------------------------------------------------------------------------------------------
+    def _activations(self) -> Iterator[Row]:
+        """Without recompute: each storage that the backward reads from, once a stage."""
+        for base, stage in dict.fromkeys((base_of(value), stage) for value, stage in self._read_by_backward()):
+            if base.op == "call_function" and not is_parameter(base):
+                yield from self._during(base, stage)
+
+    def _read_by_backward(self) -> Iterator[tuple[Node, int]]:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.meta["phase"] == "backward":
+                sources = [n for n in node.all_input_nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
+                yield from ((source, node.meta["stage"]) for source in sources)
+
+    def _during(self, value: Node, stage: int) -> Iterator[Row]:
+        for index, moment in enumerate(self.moments):
+            if moment.stage == stage and moment.has_activations:
+                yield self._row(value, index, self.in_flight[stage])
+
+    def _row(self, value: Node, index: int, count: float = 1.0) -> Row:
+        node, item = producer(value)
+        return node, index, self.result_bytes(node, item) * count
+
+    # -- with recompute ----------------------------------------------------------------------------------------
+    def _by_mode(self, node: Node, modes: Modes) -> Iterator[Row]:
+        kept, again = self.in_mode(node, Mode.KEPT), self.in_mode(node, Mode.AGAIN)
+        block, stage = modes.block[node], node.meta["stage"]
+        received = [i for i, value in enumerate(tensor_operands(node)) if self._is_received(value, node, modes)]
+        for index, moment in enumerate(self.moments):
+            if moment.stage != stage or not moment.has_activations:
+                continue
+            count = kept * (self.in_flight[stage] - (moment.freed == block))
+            count = count + again * (moment.block == block and not is_view(node))
+            for item in sorted(modes.items[node]):
+                yield node, index, self.result_bytes(node, item) * count
+            for i in received:
+                yield node, index, self.operand_bytes(node, i) * again * self.in_flight[stage]
+
+    def _is_received(self, value: Node, reader: Node, modes: Modes) -> bool:
+        """Whether another stage makes `value`, and this one needs it later only to compute `reader` again."""
+        stage = reader.meta["stage"]
+        return is_forward(producer(value)[0]) and value.meta["stage"] != stage and (value, stage) not in modes.foreign
+
+    def _foreign(self, modes: Modes) -> Iterator[Row]:
+        for value, stage in sorted(modes.foreign, key=lambda pair: (pair[0].name, pair[1])):
+            yield from self._during(value, stage)
+
+
+def is_step_relay(node: Node) -> bool:
+    """Whether a node brings a parameter to the microbatches."""
+    return node.target is markers.relay and node.meta["phase"] == "prologue"
+
+
+def base_of(value: Node) -> Node:
+    """The value whose storage `value` shares; a relay may gather, so it counts as a storage of its own."""
+    while value.op == "call_function" and value.target not in (operator.getitem, markers.relay) and is_view(value):
+        value = value.args[0]  # type: ignore[assignment]
+    return value
+
+
+def is_parameter(value: Node) -> bool:
+    """Whether relays lead from an input of the step to `value`."""
+    while value.target is markers.relay:
+        value = value.args[0]  # type: ignore[assignment]
+    return value.op != "call_function"
+
+
+def least_memory(problem: Problem, bytes_per_s: float) -> Problem:
+    """The same choices; the objective is what all limits hold together, and `bytes_per_s` for each second of the step:
+    what costs much time for little memory needs room while it runs, which the limits don't count."""
+    weights = [sum(term.weight for term in problem.objective if row in term.rows) for row in range(problem.num_rows)]
+    nodes = [
+        replace(n, cost=n.cost * weights[n.row] * bytes_per_s + sum(n.memory.values()), row=0, memory={})
+        for n in problem.nodes
+    ]
+    edges = [replace(edge, cost=edge.cost * weights[edge.row] * bytes_per_s, row=0) for edge in problem.edges]
+    return Problem(tuple(nodes), tuple(edges))

@@ -1,0 +1,110 @@
+"""Equal layers decide as one: the quotient of a built problem by its repeating blocks.
+
+    solution = solve_shared(built, built.problem, gap=1e-3)     # layers.0 … layers.31 are one that counts 32 times
+
+Nodes are equal when their keys differ only by the block's number and they have the same strategies, costs, row and
+memory. The quotient sums costs, memory and edges over the members, edges from one layer to the next included, so its
+objective is that of the expanded choice in the whole problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import Node
+
+from autopar.layers import block_of, blocks_of
+from autopar.rules.nodes import op_name
+from autopar.solve import problem as abstract
+from autopar.solve.build import BuiltProblem
+from autopar.solve.problem import Solution, evaluate
+from autopar.solve.search import solve
+
+
+SMALL = 4000
+"""Nodes up to which a problem that doesn't fit with equal layers is solved with each layer free."""
+
+
+def solve_shared(built: BuiltProblem, problem: abstract.Problem, *, gap: float, time_limit_s: float = 60.0) -> Solution:
+    """`solve` over plans whose equal layers decide as one; `problem` is `built.problem` under other limits or weights.
+
+    Where nothing fits so, a small problem is solved with each layer free. The objective is recomputed on the whole
+    problem, and asserted to be the quotient's.
+    """
+    shared = share(dataclasses.replace(built, problem=problem))
+    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s)
+    if not found.choice:
+        is_small = len(problem.nodes) <= SMALL and len(shared.problem.nodes) < len(problem.nodes)
+        return solve(problem, gap=gap, time_limit_s=time_limit_s) if is_small else found
+    choice = shared.expand(found.choice)
+    objective = evaluate(problem, choice).objective
+    assert abs(objective - found.objective) <= 1e-6 * abs(objective), (objective, found.objective)
+    return dataclasses.replace(found, choice=choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A quotient problem and the group of each node of the whole."""
+
+    problem: abstract.Problem
+    group: tuple[int, ...]
+
+    def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """A choice of the quotient as one of the whole problem."""
+        return tuple(choice[group] for group in self.group) if choice else ()
+
+
+def share(built: BuiltProblem) -> Shared:
+    """The quotient of `built` by its equal layers."""
+    numbers: dict[Hashable, int] = {}
+    entries = zip(canonical_keys(built.nodes), built.problem.nodes, built.strategies, strict=True)
+    group = tuple(numbers.setdefault(_signature(*entry), len(numbers)) for entry in entries)
+    members: dict[int, list[abstract.Node]] = defaultdict(list)
+    for number, node in zip(group, built.problem.nodes, strict=True):
+        members[number].append(node)
+    nodes = tuple(_merged(members[number]) for number in range(len(numbers)))
+    return Shared(dataclasses.replace(built.problem, nodes=nodes, edges=_merged_edges(built.problem.edges, group)), group)
+
+
+def _signature(key: str, priced: abstract.Node, strategies: Sequence[Hashable]) -> Hashable:
+    memory = tuple((limit, used.tobytes()) for limit, used in sorted(priced.memory.items()))
+    return key, priced.row, priced.cost.tobytes(), memory, tuple(strategies)
+
+
+def canonical_keys(nodes: Sequence[Node]) -> list[str]:
+    """Keys in which blocks have no number: `layers.* layers.*.mlp/linear/forward#0`, counted anew in each block.
+
+    A node outside any block (a residual sum between layers) belongs to the block before it, see `layers.blocks_of`.
+    """
+    blocks = blocks_of(nodes[0].graph)
+    counts: Counter[tuple[str, str]] = Counter()
+    keys = []
+    for node in nodes:
+        path = node.meta.get("path", "")
+        block = block_of(path) or blocks.get(node, "")
+        starred = block.rpartition(".")[0] + ".*" if block_of(block) else block
+        stem = f"{starred} {path.replace(block, starred, 1) if block else path}/{op_name(node)}/{node.meta['phase']}"
+        if node.op != "call_function":
+            stem = f"{starred} {node.meta['key'].replace(block, starred, 1) if block else node.meta['key']}"
+        keys.append(f"{stem}#{counts[block, stem]}")
+        counts[block, stem] += 1
+    return keys
+
+
+def _merged(members: list[abstract.Node]) -> abstract.Node:
+    first, count = members[0], len(members)
+    memory = {limit: used * count for limit, used in first.memory.items()}
+    return dataclasses.replace(first, cost=first.cost * count, memory=memory)
+
+
+def _merged_edges(edges: Sequence[abstract.Edge], group: Sequence[int]) -> tuple[abstract.Edge, ...]:
+    """Edges between the same groups as one; an edge inside a group is between two copies of one decision."""
+    between: dict[tuple[int, int, int], np.ndarray] = {}
+    for edge in edges:
+        ends = (group[edge.source], group[edge.target], edge.row)
+        between[ends] = between[ends] + edge.cost if ends in between else edge.cost
+    return tuple(abstract.Edge(source, target, cost, row) for (source, target, row), cost in between.items())

@@ -35,8 +35,8 @@ from autopar.rules.choices import Choice, choice_text
 from autopar.solve.allowed import bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem
 from autopar.solve.held import least_memory
-from autopar.solve.problem import Limit, Solution, Term, evaluate
-from autopar.solve.search import solve
+from autopar.solve.layers_apart import solve_modes
+from autopar.solve.problem import Problem, Solution, Term, evaluate
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
 from autopar.units import format_bytes, parse_bytes
@@ -148,7 +148,8 @@ class _Search:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
         cut = Cut.single(units_of(self.captured.gradient.graph)[0])
         step = self._graph(cut)
-        built = build_problem(step, replace(self._setting(step, mesh), mesh=mesh.spmd))
+        setting = replace(self._setting(step, mesh), mesh=mesh.spmd)
+        built = build_problem(step, setting)
         stages, count = mesh.num_stages, self.step.microbatches
         terms = (Term(1 + (count - 1) / stages, (0,)), Term(1 / stages, (1,)))
         free = replace(built.problem, limits=(), objective=terms)
@@ -156,7 +157,7 @@ class _Search:
         is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
         effort = {"gap": BOUND_GAP, "time_limit_s": BOUND_TIME_S} if is_only_a_bound else {"gap": GAP}
         solution = solve_shared(built, free, **effort)
-        return _Relaxed(solution.bound, built, solution)
+        return _Relaxed(solution.bound, setting, built, solution)
 
     # -- one candidate -----------------------------------------------------------------------------------------
     def _better(self, best: _Found | None, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
@@ -178,8 +179,9 @@ class _Search:
         """The fastest that fits: without recompute where memory doesn't bind, since computing again saves no time."""
         cut = self._cut(mesh, relaxed)
         step = self._graph(cut)
-        setting = self._setting(step, mesh)
-        built = build_problem(step, setting)
+        is_built = mesh.num_stages == 1 and self.pins.recompute is None
+        setting = relaxed.setting if is_built else self._setting(step, mesh)
+        built = relaxed.built if is_built else build_problem(step, setting)
         require_all_matched(setting.allowed)  # type: ignore[arg-type]
         free = self._unlimited(built, mesh, relaxed)
         if free is not None:
@@ -192,29 +194,32 @@ class _Search:
         return self._within_limits(mesh, cut, step, built, relaxed.bound)
 
     def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
-        """Solved under the limits, which are tightened by what the accountant finds too much; else what needs least."""
-        limits = built.problem.limits
+        """Solved under the limits, which are tightened by what the accountant finds too much.
+
+        Where that finds nothing, the plan that holds least tells how far the limits are from what it really needs.
+        """
+        problem = built.problem
         for _ in range(TRIES):
-            problem = replace(built.problem, limits=limits)
-            solution = solve_shared(built, problem, gap=GAP)
-            if solution.status == "infeasible" or not solution.choice:
+            solution = solve_modes(built, problem, solve_shared(built, problem, gap=GAP))
+            if not solution.choice:
                 break
             found = self._lowered(mesh, cut, step, built, solution)
-            excess = [max(0.0, peak - self.capacity) for peak in found.peaks]
+            excess = [max(0.0, peak - self.capacity) * 1.02 for peak in found.peaks]
             if not any(excess):
                 return found
-            stages = zip(limits, built.limit_stages, strict=True)
-            limits = tuple(_tightened(limit, excess[stage]) for limit, stage in stages)
+            problem = _tightened(problem, built, excess)
         smallest = self._smallest(mesh, cut, step, built, bound)
-        if smallest is not None and max(smallest.peaks) <= self.capacity:
-            return smallest
-        if smallest is not None:
-            self.shortages.append((max(smallest.peaks), mesh))
-        return None
+        if smallest is None or max(smallest.peaks) > self.capacity:
+            self.shortages.extend([(max(smallest.peaks), mesh)] if smallest is not None else [])
+            return None
+        problem = _tightened(built.problem, built, _missed(built, smallest))
+        solution = solve_modes(built, problem, solve_shared(built, problem, gap=GAP))
+        found = self._lowered(mesh, cut, step, built, solution) if solution.choice else smallest
+        return found if max(found.peaks) <= self.capacity else smallest
 
     def _smallest(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
         """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
-        solution = solve(least_memory(built.problem, 0.1 * self.capacity / bound), gap=GAP)
+        solution = solve_shared(built, least_memory(built.problem, 0.1 * self.capacity / bound), gap=GAP)
         if not solution.choice:
             return None
         objective = evaluate(built.problem, solution.choice).objective
@@ -321,6 +326,7 @@ class _Search:
 @dataclass(frozen=True, slots=True)
 class _Relaxed:
     bound: float
+    setting: Setting
     built: BuiltProblem
     solution: Solution
 
@@ -356,8 +362,19 @@ def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
     return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before
 
 
-def _tightened(limit: Limit, excess: float) -> Limit:
-    return replace(limit, constant=limit.constant + excess * 1.02)
+def _tightened(problem: Problem, built: BuiltProblem, more: Sequence[float]) -> Problem:
+    """Limits with `more` bytes already used on each stage."""
+    pairs = zip(problem.limits, built.limit_stages, strict=True)
+    return replace(problem, limits=tuple(replace(limit, constant=limit.constant + more[stage]) for limit, stage in pairs))
+
+
+def _missed(built: BuiltProblem, found: _Found) -> list[float]:
+    """How much more than the limits count each stage of a plan needs."""
+    usage = evaluate(built.problem, found.solution.choice).usage
+    counted = [0.0] * len(found.peaks)
+    for stage, used in zip(built.limit_stages, usage, strict=True):
+        counted[stage] = max(counted[stage], used)
+    return [max(0.0, peak - least) for peak, least in zip(found.peaks, counted, strict=True)]
 
 
 def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float) -> Plan:

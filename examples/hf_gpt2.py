@@ -52,7 +52,7 @@ def batches(seed: int = 0) -> Iterator[dict[str, Tensor]]:
 
 def step() -> autopar.TrainStep:
     """The training step as a value, for the command line."""
-    return autopar.TrainStep(build(), next(batches()), optimizer=optimizer)
+    return autopar.TrainStep(build, next(batches()), optimizer=optimizer)
 
 
 def main() -> None:

@@ -1,0 +1,43 @@
+"""Which layers compute what again, once the layouts are chosen: each layer decides for itself.
+
+    solution = solve_modes(built, problem, solve_shared(built, problem, gap=1e-3))
+
+Layers that decide as one either all keep a value or none does, so that up to a layer's worth of values times their
+number is left of the memory. With the layouts as they are, the modes alone are a small problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.solve.build import BuiltProblem
+from autopar.solve.problem import Problem, Solution
+from autopar.solve.search import solve
+
+TIME_LIMIT_S = 20.0
+
+
+def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solution:
+    """`found`, or a better solution with the same layouts; `problem` is `built.problem` under other limits."""
+    if not found.choice or not any(options[0].mode for options in built.strategies):
+        return found
+    kept = [
+        np.array([i for i, option in enumerate(options) if replace(option, mode=options[pick].mode) == options[pick]])
+        for options, pick in zip(built.strategies, found.choice, strict=True)
+    ]
+    hint = tuple(int(np.searchsorted(left, pick)) for left, pick in zip(kept, found.choice, strict=True))
+    solution = solve(restricted(problem, kept), gap=1e-4, time_limit_s=TIME_LIMIT_S, hint=hint)
+    choice = tuple(int(left[pick]) for left, pick in zip(kept, solution.choice, strict=True))
+    return replace(found, choice=choice, objective=solution.objective, bound=min(found.bound, solution.objective))
+
+
+def restricted(problem: Problem, kept: list[np.ndarray]) -> Problem:
+    """The same problem with only the strategies `kept` (indices in order) of each node."""
+    nodes = tuple(
+        replace(node, cost=node.cost[left], memory={limit: used[left] for limit, used in node.memory.items()})
+        for node, left in zip(problem.nodes, kept, strict=True)
+    )
+    edges = tuple(replace(edge, cost=edge.cost[np.ix_(kept[edge.source], kept[edge.target])]) for edge in problem.edges)
+    return replace(problem, nodes=nodes, edges=edges)

@@ -118,12 +118,15 @@ def batch_size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def microbatch(tensors: Mapping[str, Tensor], index: int, microbatches: int) -> dict[str, Tensor]:
-    """Microbatch `index`: contiguous rows of every tensor whose dim 0 is the batch; others are shared by all."""
+    """Microbatch `index`: consecutive rows of every tensor whose dim 0 is the batch; others are shared by all.
+
+    All are dense: graphs are captured, and programs run, on contiguous inputs whatever the user's strides.
+    """
     size = batch_size(tensors)
     check_divides(size, microbatches)
     rows = size // microbatches
     return {
-        name: tensor.narrow(0, index * rows, rows) if tensor.dim() and tensor.shape[0] == size else tensor
+        name: (tensor.narrow(0, index * rows, rows) if tensor.dim() and tensor.shape[0] == size else tensor).contiguous()
         for name, tensor in tensors.items()
     }
 

@@ -6,7 +6,10 @@
 Two ways of exchanging chunks along an axis, with the same results:
 - `_Direct` (gloo): one send to and one receive from each peer. gloo's reduce-scatter is an all-reduce inside and its
   ring takes a step per peer: for 4 MB on 2 ranks reduce-scatter took 3.8 ms against 1.5 ms directly, all-gather 2.3
-  against 1.1. It also needs no copy to a stacked buffer, and reduces in the order of the coordinates.
+  against 1.1. It also needs no copy to a stacked buffer, and reduces in the order of the coordinates. On 2 ranks, large
+  chunks go by gloo's all-to-all, which sends and receives the same from a thread of its own: a thread that computes is
+  easily preempted inside `send`, and gloo's event loop spins until it comes back and lets go of the connection (up to
+  a quarter of a rank's processor time on busy cores).
 - `_Native` (NCCL): the backend's own collectives on dim 0 of a stacked buffer.
 
 `torch.ops._c10d_functional` is not used: on gloo it crashes with about a dozen collectives outstanding.
@@ -36,6 +39,8 @@ from autopar.collectives import ordered_reduce
 from autopar.mesh import PIPELINE_AXIS, Mesh
 
 _AXIS_TAG, _STAGE_TAG = 1, 16
+_THREAD_BYTES = 1 << 15
+"""From this many bytes on, chunks between 2 ranks are exchanged by gloo's threads."""
 _DIRECT_BYTES = 1 << 20
 """Above this many bytes received per rank, an all-reduce of more than two ranks goes to gloo's ring."""
 
@@ -70,15 +75,23 @@ def _done(x: Tensor) -> Pending:
 class _Direct:
     """Chunks go straight from rank to rank."""
 
-    def __init__(self, lanes: tuple[dist.ProcessGroup, dist.ProcessGroup], size: int, rank: int) -> None:
-        self.lanes, self.size, self.rank = lanes, size, rank
+    def __init__(self, group: dist.ProcessGroup, size: int, rank: int) -> None:
+        self.group, self.size, self.rank = group, size, rank
         self.peers = [(rank + step) % size for step in range(1, size)]
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Sends `outgoing[j]` to coordinate j and receives `incoming[j]` from it."""
-        lanes, rank = self.lanes, self.rank
-        receives = [lanes[peer < rank].recv([incoming[peer]], peer, _AXIS_TAG) for peer in reversed(self.peers)]
-        return receives + [lanes[rank < peer].send([outgoing[peer]], peer, _AXIS_TAG) for peer in self.peers]
+        if self.size == 2 and incoming[1 - self.rank].nbytes >= _THREAD_BYTES:
+            return [self._swap(outgoing[1 - self.rank], incoming[1 - self.rank])]
+        receives = [self.group.recv([incoming[peer]], peer, _AXIS_TAG) for peer in reversed(self.peers)]
+        return receives + [self.group.send([outgoing[peer]], peer, _AXIS_TAG) for peer in self.peers]
+
+    def _swap(self, outgoing: Tensor, incoming: Tensor) -> Any:
+        """The same between 2 ranks as one all-to-all of bytes, of which none stay here."""
+        splits = [0, 0]
+        splits[1 - self.rank] = incoming.nbytes
+        sent, received = outgoing.view(-1).view(torch.uint8), incoming.view(-1).view(torch.uint8)
+        return self.group.alltoall_base(received, sent, splits, splits)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = x.contiguous()
@@ -96,7 +109,7 @@ class _Direct:
         parts = [self._like(outgoing[self.rank], j) for j in range(self.size)]
         works = self.exchange(outgoing, parts)
         parts[self.rank] = outgoing[self.rank]
-        return Pending(works, (parts, outgoing), lambda buffers: ordered_reduce(buffers[0], op))
+        return Pending(works, (parts, outgoing), lambda buffers: self._reduce(buffers[0], op))
 
     def all_reduce(self, x: Tensor, op: str, deterministic: bool) -> Pending:
         x = x.contiguous()
@@ -107,7 +120,7 @@ class _Direct:
         parts = [self._like(x, j) for j in range(self.size)]
         works = self.exchange([x] * self.size, parts)
         parts[self.rank] = x
-        return Pending(works, parts, lambda parts: ordered_reduce(parts, op))
+        return Pending(works, parts, lambda parts: self._reduce(parts, op))
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         outgoing = [chunk.contiguous() for chunk in x.chunk(self.size, split_dim)]
@@ -115,6 +128,12 @@ class _Direct:
         works = self.exchange(outgoing, parts)
         parts[self.rank] = outgoing[self.rank]
         return Pending(works, (parts, outgoing), lambda buffers: torch.cat(buffers[0], concat_dim))
+
+    def _reduce(self, parts: Sequence[Tensor], op: str) -> Tensor:
+        """`ordered_reduce`; of two parts, into the one that was received: no third buffer, and the same bits."""
+        if op == "sum" and self.size == 2 and parts[0].dtype != torch.bool:
+            return parts[1 - self.rank].add_(parts[self.rank])
+        return ordered_reduce(parts, op)
 
     def _like(self, x: Tensor, peer: int) -> Tensor:
         """A buffer for what `peer` sends; none of our own."""
@@ -229,15 +248,8 @@ class ProcessCommunicator:
         getattr(self.device_mesh, "_pg_registry", {}).clear()
 
     def _axis(self, axis: str) -> _Direct | _Native:
-        group, size, rank = self.device_mesh.get_group(axis), self.mesh.size(axis), self.coordinates[axis]
-        if self._is_direct:
-            return _Direct((group, self._second_lane(axis)), size, rank)
-        return (_Deterministic if self.deterministic else _Native)(group, size, rank)
-
-    def _second_lane(self, axis: str) -> dist.ProcessGroup:
-        ranks = [dist.get_process_group_ranks(self.device_mesh.get_group(axis))]
-        assert len(ranks[0]) == dist.get_world_size()
-        return dist.new_group(ranks[0])
+        kind = _Direct if self._is_direct else _Deterministic if self.deterministic else _Native
+        return kind(self.device_mesh.get_group(axis), self.mesh.size(axis), self.coordinates[axis])
 
     def _make_edge_groups(self, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """A group (so, on NCCL, a stream) for each edge and direction: sends never wait behind receives."""

@@ -7,7 +7,6 @@ Losses, gradients, buffers, parameters and optimizer state are compared after ea
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from autopar.capture.step import ForwardStep, TrainStep
 from autopar.program.parts import Pipeline, Slot
 from autopar.program.promote import default_float64, promote_graph, promote_pipeline, promoted
 from autopar.program.virtual import VirtualMesh, check_replicas
+from autopar.program.weights import with_weights
 
 EXACT = 1e-10
 """Greatest relative difference in float64: the order of sums may differ, nothing else."""
@@ -223,11 +223,7 @@ class EagerStep:
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = copy.deepcopy(self.source.model).to_empty(device="cpu")
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        with torch.no_grad():
-            for name, value in named.items():
-                value.copy_(self.weights[name])
+        self.model = with_weights(self.source.model, self.weights)
         self.optimizer = self.source.optimizer_factory(list(self.model.parameters()))
 
     def backward(self) -> Tensor:

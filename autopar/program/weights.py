@@ -9,12 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.capture.graphs import Captured, StateInit
 from autopar.capture.initial import record, replay
@@ -82,6 +83,26 @@ def put_initial_values(step: ForwardStep, recipe: Recipe, seed: int, put: Put) -
         raise PlanError("the model's weights are on meta and no factory was given; pass TrainStep a factory of the model")
     for name, value in recipe.constants.items():
         put(Slot("buffer", name), value)
+
+
+def with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the model (on meta or not) that holds copies of `weights`; what was tied stays tied."""
+    copied = copy.deepcopy(model)
+    made: dict[int, Tensor] = {}
+    for path, module in copied.named_modules(remove_duplicate=False):
+        for entries in (module._parameters, module._buffers):
+            for name, old in entries.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    made[id(old)] = _like(old, weights[f"{path}.{name}" if path else name])
+                entries[name] = made[id(old)]
+    return copied
+
+
+def _like(old: Tensor, value: Tensor) -> Tensor:
+    value = value.detach().clone()
+    return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
 def whole_weights(step: ForwardStep, seed: int = 0) -> dict[str, Tensor]:

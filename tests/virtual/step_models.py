@@ -53,7 +53,7 @@ class GPT(nn.Module):
 class Perceptrons(nn.Module):
     """A language model of residual perceptrons without biases: its backward reads every parameter."""
 
-    def __init__(self, width: int = 16, layers: int = 2) -> None:
+    def __init__(self, width: int = 16, layers: int = 1) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, width)
         self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(layers))

@@ -1,10 +1,18 @@
-"""compile: a step and a plan → an executable program. Deterministic: the plan decides everything.
+"""compile: a step and a plan → an executable program.
 
     program = compile(step, plan)
+
+Invariant: the plan decides everything; the same step and plan give the same program.
 """
 
 from __future__ import annotations
 
+import fnmatch
+from dataclasses import replace
+
+from torch import Tensor
+
+import passes
 from autopar.capture.graphs import Captured, graph_hash
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import collective_s
@@ -16,9 +24,11 @@ from autopar.mesh import Mesh
 from autopar.plans import Plan, ValidFor, require_valid_for, stage_of
 from autopar.program.parts import Pipeline
 from autopar.program.program import Program
+from autopar.program.schedule import check_no_deadlock, make_schedule
 from autopar.reshard import Price, Resharder
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, parse_choice
+from passes.context import Context, Overlap
 
 
 def compile(step: ForwardStep, plan: Plan) -> Program:
@@ -29,11 +39,16 @@ def compile(step: ForwardStep, plan: Plan) -> Program:
     units, _ = units_of(captured.gradient.graph)
     cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))
     graph = annotated(captured, plan.microbatches, cut)
-    choices = parsed_choices(graph, plan.choices)
     pipeline = lower(
-        graph, choices, plan.mesh, plan.microbatches, prices(plan.cluster, plan.mesh), plan.schedule, plan.recomputed,
+        graph,
+        parsed_choices(graph, plan.choices),
+        plan.mesh,
+        plan.microbatches,
+        prices(plan.cluster, plan.mesh),
+        plan.schedule,
+        plan.recomputed,
         plan.estimate.memory_limit_bytes,
-    )  # fmt: skip
+    )
     return Program(step, plan, pipeline)
 
 
@@ -58,13 +73,6 @@ def lower(
 
     `capacity`: bytes of one device; gathers that run ahead of their use may hold a tenth of it.
     """
-    import fnmatch
-    from dataclasses import replace
-
-    import passes
-    from autopar.program.schedule import check_no_deadlock, make_schedule
-    from passes.context import Context, Overlap
-
     keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
     again = frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
     ahead = Overlap(gathered_bytes=min(1 << 30, capacity // 10))
@@ -98,6 +106,6 @@ def valid_for(step: ForwardStep) -> ValidFor:
     return ValidFor(graph_hash(step.capture()), shapes, precision, optimizer, step.microbatches)
 
 
-def _type_text(tensor: object) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")  # type: ignore[attr-defined]
-    return f"{kind}[{' '.join(map(str, tensor.shape))}]"  # type: ignore[attr-defined]
+def _type_text(tensor: Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
+    return f"{kind}[{' '.join(map(str, tensor.shape))}]"

@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from autopar.capture.graphs import Captured, Role
 from autopar.layers import Cut, units_of
 from autopar.markers import accumulate, relay
-from autopar.rules.nodes import op_name
+from autopar.rules.nodes import node_argument, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class _Joiner:
         outputs += updated
         final = self.graph.output(tuple(value for _, value in outputs))
         final.meta["roles"] = tuple(role for role, _ in outputs)
+        self.graph.eliminate_dead_code()  # the sum of a tied gradient that is summed over stages once a step instead
         self._share_through_relays()
         _write_keys(self.graph)
         return StepGraph(self.graph, self.cut, pairs)
@@ -122,7 +123,7 @@ class _Joiner:
         if self.cut.num_stages == 1:
             return 0
         if node.target is operator.getitem:
-            return self.stage[node.args[0]]  # type: ignore[index]
+            return self.stage[node_argument(node, 0)]
         placed = [n for n in node.all_input_nodes if n in self.stage]
         if node.meta["phase"] == "forward":
             return max([self.cut.stages[unit[node]], *(self.stage[n] for n in placed)])
@@ -175,12 +176,11 @@ class _Joiner:
         outputs: list[tuple[Role, Node]] = []
         gradients: dict[str, Node] = {}
         (returned,) = next(n for n in self.captured.gradient.graph.nodes if n.op == "output").args
-        for role, node in zip(self.captured.gradient_outputs, returned, strict=True):  # type: ignore[arg-type]
+        for role, node in zip(self.captured.gradient_outputs, returned, strict=True):
             if role.kind == "grad":
-                gradients[role.name] = self._gradient(role.name, node)  # type: ignore[arg-type]
+                gradients[role.name] = self._gradient(role.name, node)
             else:
-                stage = self.stage.get(node, 0)  # type: ignore[arg-type]
-                outputs.append((role, self._resolve(node, stage, "forward")))  # type: ignore[arg-type]
+                outputs.append((role, self._resolve(node, self.stage.get(node, 0), "forward")))
         return outputs, gradients
 
     def _gradient(self, name: str, node: Node) -> Node:
@@ -198,7 +198,8 @@ class _Joiner:
         """What the optimizer's template takes gradients in: fp32 for bf16 parameters with fp32 masters."""
         template = self.captured.updates[self.captured.update_of[parameter.meta["role"].name]]
         grad = next(n for n in template.graph.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "grad")
-        return grad.meta["val"].dtype  # type: ignore[no-any-return]
+        dtype: torch.dtype = grad.meta["val"].dtype
+        return dtype
 
     def _cast(self, value: Node, dtype: torch.dtype, phase: str, stage: int, level: str) -> Node:
         if value.meta["val"].dtype == dtype:
@@ -236,7 +237,7 @@ class _Joiner:
                 if node.op == "placeholder":
                     env[node] = self._update_input(node.meta["role"], name, gradients)
                 elif node.op == "call_function":
-                    env[node] = self.graph.node_copy(node, lambda n, env=env: env[n])
+                    env[node] = self.graph.node_copy(node, env.__getitem__)
                     env[node].meta.update(path=name, phase="update", level="step", stage=parameter.meta["stage"])
                 elif node.op == "output":
                     for role, value in zip(template.output_roles, node.args[0], strict=True):

@@ -190,7 +190,8 @@ def _combine(name: str) -> Callable[[], Callable[[Tensor, Tensor], Tensor]]:
     def load() -> Callable[[Tensor, Tensor], Tensor]:
         import torch
 
-        return getattr(torch, name)  # type: ignore[no-any-return]
+        combine: Callable[[Tensor, Tensor], Tensor] = getattr(torch, name)
+        return combine
 
     return load
 

@@ -32,6 +32,7 @@ from autopar.program.parts import Pipeline
 from autopar.report import estimate, spans
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
+from autopar.rules.table import check_rules
 from autopar.solve.allowed import bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem
 from autopar.solve.held import least_memory
@@ -71,6 +72,7 @@ def plan(
     step = step.with_microbatches(pins.microbatches or step.microbatches)
     started = time.perf_counter()
     captured = step.capture()
+    check_rules(captured.gradient.graph)
     captured_s = time.perf_counter() - started
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
     search = _Search(step, captured, cluster, pins, float(capacity), progress or (lambda _: None))
@@ -198,24 +200,42 @@ class _Search:
 
         Where that finds nothing, the plan that holds least tells how far the limits are from what it really needs.
         """
+
+        def lowered(solution: Solution) -> _Found:
+            return self._lowered(mesh, cut, step, built, solution)
+
         problem = built.problem
         for _ in range(TRIES):
-            solution = solve_modes(built, problem, solve_shared(built, problem, gap=GAP))
-            if not solution.choice:
-                break
-            found = self._lowered(mesh, cut, step, built, solution)
-            excess = [max(0.0, peak - self.capacity) * 1.02 for peak in found.peaks]
-            if not any(excess):
-                return found
-            problem = _tightened(problem, built, excess)
+            solution = solve_shared(built, problem, gap=GAP)
+            for _ in range(1 + built.has_modes):  # a second time with the same layouts, which is quick
+                solution = solve_modes(built, problem, solution)
+                if not solution.choice:
+                    break
+                found = lowered(solution)
+                if max(found.peaks) <= self.capacity:
+                    return found
+                problem = self._tightened(built, found)
         smallest = self._smallest(mesh, cut, step, built, bound)
         if smallest is None or max(smallest.peaks) > self.capacity:
             self.shortages.extend([(max(smallest.peaks), mesh)] if smallest is not None else [])
             return None
-        problem = _tightened(built.problem, built, _missed(built, smallest))
+        problem = self._tightened(built, smallest)
         solution = solve_modes(built, problem, solve_shared(built, problem, gap=GAP))
-        found = self._lowered(mesh, cut, step, built, solution) if solution.choice else smallest
+        found = lowered(solution) if solution.choice else smallest
         return found if max(found.peaks) <= self.capacity else smallest
+
+    def _tightened(self, built: BuiltProblem, found: _Found) -> Problem:
+        """The problem with what its limits don't count of a plan's peaks as used, and a little room where it's over."""
+        usage = evaluate(built.problem, found.solution.choice).usage
+        counted = [0.0] * len(found.peaks)
+        for stage, used in zip(built.limit_stages, usage, strict=True):
+            counted[stage] = max(counted[stage], used)
+        missed = [
+            max(0.0, peak - least + 0.005 * self.capacity * (peak > self.capacity))
+            for peak, least in zip(found.peaks, counted, strict=True)
+        ]
+        pairs = zip(built.problem.limits, built.limit_stages, strict=True)
+        return replace(built.problem, limits=tuple(replace(limit, constant=missed[stage]) for limit, stage in pairs))
 
     def _smallest(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
         """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
@@ -360,21 +380,6 @@ def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
             return where[path]
         path = path.rpartition(".")[0]
     return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before
-
-
-def _tightened(problem: Problem, built: BuiltProblem, more: Sequence[float]) -> Problem:
-    """Limits with `more` bytes already used on each stage."""
-    pairs = zip(problem.limits, built.limit_stages, strict=True)
-    return replace(problem, limits=tuple(replace(limit, constant=limit.constant + more[stage]) for limit, stage in pairs))
-
-
-def _missed(built: BuiltProblem, found: _Found) -> list[float]:
-    """How much more than the limits count each stage of a plan needs."""
-    usage = evaluate(built.problem, found.solution.choice).usage
-    counted = [0.0] * len(found.peaks)
-    for stage, used in zip(built.limit_stages, usage, strict=True):
-        counted[stage] = max(counted[stage], used)
-    return [max(0.0, peak - least) for peak, least in zip(found.peaks, counted, strict=True)]
 
 
 def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float) -> Plan:

@@ -12,7 +12,7 @@ from autopar.plans import CollectiveRow, Estimate, MemoryRow, StageSpan, relativ
 from autopar.program.memory import stage_peak
 from autopar.program.parts import Pipeline
 from autopar.program.schedule import bubble_fraction
-from autopar.program.traffic import traffic
+from autopar.program.traffic import Traffic, traffic
 from autopar.solve.build import BuiltProblem
 from autopar.solve.problem import Solution, evaluate
 
@@ -62,17 +62,14 @@ def memory_rows(pipeline: Pipeline) -> tuple[MemoryRow, ...]:
     rows = []
     for stage in range(pipeline.mesh.num_stages):
         found = stage_peak(pipeline, stage)
-        rows.append(
-            MemoryRow(
-                stage, "all", found.parameters, found.gradients, found.optimizer, found.activations, found.buffers, found.peak
-            )
-        )
+        kinds = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers)
+        rows.append(MemoryRow(stage, "all", *kinds, found.peak))
     return tuple(rows)
 
 
 def collective_rows(pipeline: Pipeline, cluster: Cluster) -> tuple[CollectiveRow, ...]:
     """One row per axis and kind, of the stage that sends most."""
-    most = {}
+    most: dict[tuple[str, str], Traffic] = {}
     for row in traffic(pipeline):
         key = (row.axis, row.kind)
         if key not in most or row.bytes_sent > most[key].bytes_sent:
@@ -81,10 +78,8 @@ def collective_rows(pipeline: Pipeline, cluster: Cluster) -> tuple[CollectiveRow
     for (axis, kind), row in sorted(most.items()):
         link = axis_link(cluster, pipeline.mesh, axis)
         ranks = 2 if kind == "p2p" else pipeline.mesh.size(axis)
-        each_s = collective_s(kind, row.whole_bytes // row.count, ranks, link)
-        rows.append(
-            CollectiveRow(axis, kind, row.count, row.bytes_sent // row.count, row.bytes_sent, str(link), each_s * row.count)
-        )
+        each_bytes, each_s = row.bytes_sent // row.count, collective_s(kind, row.whole_bytes // row.count, ranks, link)
+        rows.append(CollectiveRow(axis, kind, row.count, each_bytes, row.bytes_sent, str(link), each_s * row.count))
     return tuple(rows)
 
 

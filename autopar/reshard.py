@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.layout import Layout, Position
 from autopar.mesh import Mesh
 
 Price = Callable[[str, str, float], float]
 """(collective kind, axis, bytes of the whole tensor over that axis) → seconds."""
+
+Prices = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+"""Seconds by source and target layout."""
 
 _EPSILON_S = 1e-9
 """Breaks ties towards fewer moves."""
@@ -58,7 +60,7 @@ _COLLECTIVES: dict[str, str | None] = {
 
 def moves_from(layout: Layout, mesh: Mesh) -> Iterator[tuple[Move, Layout]]:
     """Every move that is one collective, with the layout it leads to."""
-    spots = [(where, factor) for where, factor in layout.positions()]
+    spots = list(layout.positions())
 
     def room(axis: str) -> Iterator[Position]:
         for where, factor in spots:
@@ -97,7 +99,7 @@ class _Closure:
     """The price of every pair of layouts of values with the same factors."""
 
     index: dict[Layout, int]
-    cost_s: npt.NDArray[np.float64]
+    cost_s: Prices
 
 
 class Resharder:
@@ -116,7 +118,7 @@ class Resharder:
         found = self._tree(source, item_bytes).get(target)
         return math.inf if found is None else found[0]
 
-    def matrix_s(self, sources: Sequence[Layout], targets: Sequence[Layout], item_bytes: float) -> npt.NDArray[np.float64]:
+    def matrix_s(self, sources: Sequence[Layout], targets: Sequence[Layout], item_bytes: float) -> Prices:
         """`cost_s` of every source to every target, all layouts of one value."""
         if not sources or not targets:
             return np.zeros((len(sources), len(targets)))

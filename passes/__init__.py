@@ -17,6 +17,8 @@ from typing import Any
 from torch.fx import Graph
 
 from autopar.program.parts import Part, Pipeline, StageProgram
+from passes.advance_reductions import advance_reductions
+from passes.bucket_collectives import bucket_collectives
 from passes.check_layouts import check_layouts
 from passes.context import Context
 from passes.eliminate_dead_code import eliminate_dead_code
@@ -26,15 +28,14 @@ from passes.localise_shapes import localise_shapes
 from passes.recompute import recompute
 from passes.reinplace import reinplace
 from passes.schedule_collectives import schedule_collectives
-from passes.schedule_collectives import schedule_collectives
 from passes.share_equal_nodes import share_equal_nodes
 from passes.simplify import simplify
 from passes.split_stages import split_stages
 
-STEP_PASSES = (lay_out, insert_moves, localise_shapes, recompute)
+STEP_PASSES = (lay_out, insert_moves, localise_shapes, recompute, advance_reductions)
 """Graph → graph, on the whole step."""
 
-PART_PASSES = (simplify, share_equal_nodes, eliminate_dead_code, schedule_collectives, reinplace)
+PART_PASSES = (simplify, share_equal_nodes, eliminate_dead_code, bucket_collectives, schedule_collectives, reinplace)
 """Part → part, on each part of each stage."""
 
 KEEPS_LAYOUTS = (insert_moves,)

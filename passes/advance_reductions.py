@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 
 from autopar import collectives
 from autopar.program.storages import is_view
-from passes.blocks import block_of
 from passes.context import Context
+from passes.schedule_collectives import block_of
 
 LAST_BLOCKS = 2
 """Blocks at the end of the backward whose gradients the update reduces."""
@@ -39,7 +39,7 @@ def advance_reductions(graph: Graph, context: Context) -> Graph:
 def _way_to_reduced(gradient: Node) -> list[Node]:
     """The nodes between a gradient and its reduced value, that value included; empty where there is no such way."""
     way: list[Node] = []
-    length = 0
+    length, is_reduced = 0, False
     node = gradient
     while len(node.users) == 1:
         (node,) = node.users
@@ -47,8 +47,9 @@ def _way_to_reduced(gradient: Node) -> list[Node]:
         if not (is_collective or is_view(node)) or node.meta["stage"] != gradient.meta["stage"]:
             break
         way.append(node)
-        # Views behind the last collective give the value its layout.
-        length = len(way) if is_collective or length else 0
+        is_reduced = is_reduced or is_collective
+        if is_reduced and "layout" in node.meta:  # views behind a collective give the value its dims back
+            length = len(way)
     return way[:length]
 
 

@@ -13,7 +13,7 @@ from autopar import markers
 from autopar.mesh import Mesh
 from autopar.reshard import moves_from
 from autopar.rules.choices import result_layouts
-from autopar.rules.nodes import tensor_operands
+from autopar.rules.nodes import node_argument, op_name, tensor_operands
 from passes.lay_out import needed_layouts
 
 
@@ -37,9 +37,9 @@ def _fault_of_op(node: Node) -> str | None:
 
 
 def _fault_of_move(node: Node, mesh: Mesh) -> str | None:
-    before = node.args[0].meta["layout"]  # type: ignore[union-attr]
+    before = node_argument(node, 0).meta["layout"]
     for move, after in moves_from(before, mesh):
-        if move.kind == node.target.__name__ and move.arguments == node.args[1:]:  # type: ignore[union-attr]
+        if move.kind == op_name(node) and move.arguments == node.args[1:]:
             return None if after == node.meta["layout"] else f"leads to {after}, stated {node.meta['layout']}"
     return f"no such move from {before}"
 

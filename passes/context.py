@@ -18,9 +18,11 @@ class Overlap:
 
     gathered_bytes: int = 1 << 30
     """Greatest total of gathered buffers whose first reader hasn't run yet."""
-    outstanding: int = 24
+    outstanding: int = 64
     """Greatest number of collectives in flight."""
     blocks_ahead: int = 1
+    bucket_bytes: int = 1 << 16
+    """Largest tensor that travels with others."""
 
 
 @dataclass(frozen=True, slots=True)

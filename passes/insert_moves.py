@@ -41,9 +41,9 @@ class _Inserter:
 
     def reshard_operands(self, node: Node) -> None:
         place = (node.meta["phase"], node.meta["level"], node.meta["stage"])
-        pairs = zip(tensor_operands(node), needed_layouts(node), strict=True)
+        pairs, path = zip(tensor_operands(node), needed_layouts(node), strict=True), node.meta["path"]
         with self.graph.inserting_before(node):
-            replace_operands(node, [self.reshard(operand, needed, place, node.meta["path"]) for operand, needed in pairs])
+            replace_operands(node, [self.reshard(operand, needed, place, path) for operand, needed in pairs])
 
     def reshard_outputs(self, state_pairs: tuple[tuple[Node, Node], ...]) -> None:
         output = next(n for n in self.graph.nodes if n.op == "output")
@@ -64,9 +64,15 @@ class _Inserter:
         for move, after in self.resharder.path(layout, needed, value.meta["val"].element_size()):
             key = (value, place, after)
             if key not in self.moved:
-                self.moved[key] = self._move(node, move, after, place, path)
+                self.moved[key] = self._reduced_before(key, move) or self._move(node, move, after, place, path)
             node = self.moved[key]
         return node
+
+    def _reduced_before(self, key: tuple[Node, _Place, Layout], move: Move) -> Node | None:
+        """The forward's reduction of the same value: it takes no more memory to keep than what it is made of."""
+        value, (phase, *rest), after = key
+        is_reduction = phase == "backward" and move.kind in ("reduce", "reduce_scatter")
+        return self.moved.get((value, ("forward", *rest), after)) if is_reduction else None  # type: ignore[arg-type]
 
     def _move(self, value: Node, move: Move, after: Layout, place: _Place, path: str) -> Node:
         node = self.graph.call_function(getattr(markers, move.kind), (value, *move.arguments))

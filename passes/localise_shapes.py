@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from autopar import collectives, markers
 from autopar.layout import Layout, Position
 from autopar.mesh import Mesh
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import op_name, tensor_operands
+from autopar.rules.nodes import argument, node_argument, op_name, tensor_operands
 from passes.context import Context
 
 aten = torch.ops.aten
@@ -48,7 +47,8 @@ def localise_graph(graph: Graph, mesh: Mesh) -> Graph:
 def _fake_mode(graph: Graph) -> FakeTensorMode:
     for node in graph.nodes:
         if hasattr(node.meta.get("val"), "fake_mode"):
-            return node.meta["val"].fake_mode  # type: ignore[no-any-return]
+            mode: FakeTensorMode = node.meta["val"].fake_mode
+            return mode
     return FakeTensorMode()
 
 
@@ -64,7 +64,7 @@ class Localiser:
         if node.op in ("placeholder", "get_attr"):
             node.meta["local_val"] = self._empty(node)
         elif node.target is markers.relay:
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node_argument(node, 0))
             self.graph.erase_node(node)
         elif node.target in markers.MOVES:
             self._lower_move(node)
@@ -99,8 +99,9 @@ class Localiser:
         if node.target in _FAKE_COLLECTIVES:
             with self.mode:
                 return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
+        assert callable(node.target), node.format_node()
         with self.mode:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return node.target(*args, **kwargs)
 
     def _check(self, node: Node) -> None:
         layouts = node.meta.get("layout")
@@ -151,8 +152,7 @@ class Localiser:
 
     # -- moves -------------------------------------------------------------------------------------------------
     def _lower_move(self, node: Node) -> None:
-        value, axis = node.args[0], node.args[1]
-        assert isinstance(value, Node)
+        value, axis = node_argument(node, 0), node.args[1]
         before, after = value.meta["layout"], node.meta["layout"]
         target, args = _lowered(node, before)
         flat = self._reshaped(node, value, before.local_factor_shape(self.mesh))
@@ -171,9 +171,9 @@ class Localiser:
 
 def _is_viewable(node: Node) -> bool:
     """Whether the strides allow the view. Asked of a meta tensor: torch 2.13's fake tensors allow too much."""
-    value = node.args[0].meta["local_val"]  # type: ignore[union-attr]
+    value = node_argument(node, 0).meta["local_val"]
     try:
-        torch.empty_strided(value.shape, value.stride(), device="meta").view(node.args[1])  # type: ignore[call-overload]
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(argument(node, 1, "size"))
     except RuntimeError:
         return False
     return True
@@ -255,25 +255,26 @@ def _scaled(localiser: Localiser, layout: Layout, dim: int, index: int) -> int:
 
 def _slice(localiser: Localiser, node: Node) -> None:
     layout = tensor_operands(node)[0].meta["layout"]
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(layout.dims)  # type: ignore[operator]
+    dim = argument(node, 1, "dim", 0) % len(layout.dims)
     for index, name in ((2, "start"), (3, "end")):
-        bound = node.args[index] if len(node.args) > index else node.kwargs.get(name)
+        bound = argument(node, index, name)
         if bound is not None:
-            _set_argument(node, index, name, _scaled(localiser, layout, dim, bound))  # type: ignore[arg-type]
+            _set_argument(node, index, name, _scaled(localiser, layout, dim, bound))
 
 
 def _slice_backward(localiser: Localiser, node: Node) -> None:
     layout = node.meta["layout"]
-    dim = node.args[2] % len(layout.dims)  # type: ignore[operator]
-    start, end = (_scaled(localiser, layout, dim, bound) for bound in node.args[3:5])  # type: ignore[arg-type]
+    dim = argument(node, 2, "dim") % len(layout.dims)
+    bounds = (argument(node, 3, "start"), argument(node, 4, "end"))
+    start, end = (_scaled(localiser, layout, dim, bound) for bound in bounds)
     node.args = (node.args[0], _local_result(localiser, node), dim, start, end, node.args[5])
 
 
 def _split(localiser: Localiser, node: Node) -> None:
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) or 0
-    sizes = [layout.local_shape(localiser.mesh)[dim] for layout in node.meta["layout"]]  # type: ignore[index]
-    whole = isinstance(node.args[1], (list, tuple))
-    node.args = (node.args[0], sizes if whole else sizes[0], *node.args[2:])
+    dim = argument(node, 2, "dim", 0)
+    sizes = [layout.local_shape(localiser.mesh)[dim] for layout in node.meta["layout"]]
+    has_sizes = isinstance(node.args[1], (list, tuple))
+    node.args = (node.args[0], sizes if has_sizes else sizes[0], *node.args[2:])
 
 
 def _mean(localiser: Localiser, node: Node) -> None:
@@ -344,9 +345,8 @@ def _contiguous_operands(localiser: Localiser, node: Node) -> None:
 def _embedding(localiser: Localiser, node: Node) -> None:
     axes, table = _index_axes(node)
     if axes:
-        index, inside = _localised_index(
-            localiser, node, node.args[1], axes, table.local_shape(localiser.mesh)[0]  # type: ignore[arg-type]
-        )
+        size = table.local_shape(localiser.mesh)[0]
+        index, inside = _localised_index(localiser, node, node_argument(node, 1), axes, size)
         node.args = (node.args[0], index)
         _mask_result(localiser, node, inside)
 
@@ -361,26 +361,24 @@ def _mask_result(localiser: Localiser, node: Node, inside: Node) -> None:
 
 
 def _embedding_backward(localiser: Localiser, node: Node) -> None:
-    gradient, index, count, padding, *rest = node.args
     axes = _split_axes(node.meta["rule"], node, node.meta["rule"].indexes[0][1])
     if not axes:
         return
-    local = _local_result(localiser, node)[0]
+    gradient, index, padding = node_argument(node, 0), node_argument(node, 1), node.args[3]
+    size = _local_result(localiser, node)[0]
     if isinstance(padding, int) and padding >= 0:
-        kept = localiser.call(node, aten.ne.Scalar, index, padding)  # type: ignore[arg-type]
-        gradient = _masked(localiser, node, gradient, kept)  # type: ignore[arg-type]
-    index, inside = _localised_index(localiser, node, index, axes, local)  # type: ignore[arg-type]
-    gradient = _masked(localiser, node, gradient, inside)  # type: ignore[arg-type]
-    node.args = (gradient, index, local, -1, *rest)
-    del count
+        kept = localiser.call(node, aten.ne.Scalar, index, padding)
+        gradient = _masked(localiser, node, gradient, kept)
+    index, inside = _localised_index(localiser, node, index, axes, size)
+    gradient = _masked(localiser, node, gradient, inside)
+    node.args = (gradient, index, size, -1, *node.args[4:])
 
 
 def _gather(localiser: Localiser, node: Node) -> None:
     axes, table = _index_axes(node)
     if axes:
-        dim = node.args[1] % len(table.dims)  # type: ignore[operator]
-        size = table.local_shape(localiser.mesh)[dim]
-        index, inside = _localised_index(localiser, node, node.args[2], axes, size)  # type: ignore[arg-type]
+        size = table.local_shape(localiser.mesh)[argument(node, 1, "dim")]
+        index, inside = _localised_index(localiser, node, node_argument(node, 2), axes, size)
         node.args = (node.args[0], node.args[1], index, *node.args[3:])
         _mask_result(localiser, node, inside)
 
@@ -388,10 +386,9 @@ def _gather(localiser: Localiser, node: Node) -> None:
 def _scatter_add(localiser: Localiser, node: Node) -> None:
     axes, table = _index_axes(node)
     if axes:
-        target, dim, index, source = node.args
-        size = table.local_shape(localiser.mesh)[dim % len(table.dims)]  # type: ignore[operator]
-        index, inside = _localised_index(localiser, node, index, axes, size)  # type: ignore[arg-type]
-        node.args = (target, dim, index, _masked(localiser, node, source, inside))  # type: ignore[arg-type]
+        size = table.local_shape(localiser.mesh)[argument(node, 1, "dim")]
+        index, inside = _localised_index(localiser, node, node_argument(node, 2), axes, size)
+        node.args = (*node.args[:2], index, _masked(localiser, node, node_argument(node, 3), inside))
 
 
 def _linear(localiser: Localiser, node: Node) -> None:
@@ -401,8 +398,7 @@ def _linear(localiser: Localiser, node: Node) -> None:
     for axis, _ in node.meta["layout"].partial:
         position = localiser.call(node, collectives.coordinate, axis)
         first = localiser.call(node, operator.eq, position, 0)
-        bias = node.args[2]
-        scaled = localiser.call(node, aten.mul.Tensor, bias, first)  # type: ignore[arg-type]
+        scaled = localiser.call(node, aten.mul.Tensor, node.args[2], first)
         node.args = (node.args[0], node.args[1], scaled)
 
 

@@ -21,10 +21,11 @@ Sums into accumulators that wait for no collective follow their gradient, which 
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,13 +33,26 @@ from torch import fx
 
 from autopar import collectives
 from autopar.program.parts import Part
-from autopar.program.storages import is_start, is_view, is_wait, local_value, nbytes, output_values
+from autopar.program.storages import (
+    is_collective,
+    is_start,
+    is_view,
+    is_wait,
+    local_value,
+    nbytes,
+    output_values,
+    target_name,
+)
 from passes.context import Overlap
 from passes.editing import edit
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.clone.default, operator.getitem)
 SUMS = (aten.add.Tensor,)
+SMALL_BYTES = 1 << 16
+_MATMULS = frozenset({"linear_dw", "mm", "bmm"})
+_Flight = tuple[float, float, int]
+"""(start, first use, bytes)"""
 
 
 def schedule_collectives(part: Part, context: Any = None) -> Part:
@@ -51,7 +65,7 @@ def schedule_collectives(part: Part, context: Any = None) -> Part:
     if not any(node.target in collectives.STARTED or _is_accumulation(node) for node in part.graph.graph.nodes):
         return part
     split = edit(part, _split)
-    order = _limited(_ordered(split.graph.graph, limits), limits.outstanding)
+    order = _limited(_ordered(split, limits), limits.outstanding)
     check_order(split.graph.graph, order)
     return edit(split, lambda graph: _reorder(graph, order))
 
@@ -99,14 +113,16 @@ class _Times:
 
     graph: fx.Graph
     limits: Overlap
+    nodes: list[fx.Node]
+    """The order to start from."""
     position: dict[fx.Node, float] = field(init=False)
     begins: list[float] = field(init=False)
     """First position of each block."""
     time: dict[fx.Node, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.position = {node: float(index) for index, node in enumerate(self.graph.nodes)}
-        self.begins = list(_block_begins(self.graph))
+        self.position = {node: float(index) for index, node in enumerate(self.nodes)}
+        self.begins = list(_block_begins(self.nodes))
         self.time = dict(self.position)
 
     def block(self, time: float) -> int:
@@ -116,12 +132,16 @@ class _Times:
         return self.begins[block] if 0 <= block < len(self.begins) else self.begins[0] if block < 0 else float("inf")
 
 
-def _ordered(graph: fx.Graph, limits: Overlap) -> list[fx.Node]:
+def _ordered(part: Part, limits: Overlap) -> list[fx.Node]:
     """The nodes by the time at which they are wanted, each after its operands; waits come when asked for."""
-    times = _Times(graph, limits)
+    graph = part.graph.graph
+    if part.name == "update":  # it has no other work: all starts come as soon as the limits allow
+        limits = replace(limits, blocks_ahead=len(graph.nodes))
+    times = _Times(graph, limits, _ready_first(graph) if part.name == "update" else list(graph.nodes))
     early = _early(graph)
     late = _late(graph)
-    _delay_fillers(times, late, early)
+    _hoist_small(times, part)
+    _delay_fillers(times, _fillers(part, late), late | early)
     _place_sums(times, late)
     _place_late(times, late)
     _place_early(times, early, late)
@@ -146,11 +166,20 @@ def _operands_first(seeds: list[fx.Node]) -> Iterator[fx.Node]:
                 yield node
 
 
-def _block_begins(graph: fx.Graph) -> Iterator[float]:
+def _ready_first(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes with those that hang on a collective last: what needs none is what the collectives hide behind."""
+    hanging: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_start(node) or any(operand in hanging for operand in node.all_input_nodes):
+            hanging.add(node)
+    return sorted(graph.nodes, key=lambda node: node in hanging)
+
+
+def _block_begins(nodes: list[fx.Node]) -> Iterator[float]:
     """Where runs of nodes of one block begin; nodes outside any module belong to the run around them."""
     current: str | None = None
     yield 0.0
-    for index, node in enumerate(graph.nodes):
+    for index, node in enumerate(nodes):
         block = block_of(node.meta.get("path", ""))
         if node.op == "call_function" and block and block != current:
             if current is not None:
@@ -181,13 +210,19 @@ def _early(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in found if node.op == "call_function"}
 
 
-def _late(graph: fx.Graph) -> set[fx.Node]:
-    """Collectives, and what follows them, that lead only to the part's outputs by sums, views and casts."""
+def leads_to_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """What reaches nothing but the part's outputs, by collectives, sums, views and casts."""
     tail: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        is_cheap = is_view(node) or node.target in CASTS or node.target in SUMS or is_start(node) or is_wait(node)
+        is_cheap = is_view(node) or node.target in CASTS or node.target in SUMS or is_collective(node)
         if node.op == "call_function" and is_cheap and all(u in tail or u.op == "output" for u in node.users):
             tail.add(node)
+    return tail
+
+
+def _late(graph: fx.Graph) -> set[fx.Node]:
+    """Collectives, and what follows them, that lead only to the part's outputs by sums, views and casts."""
+    tail = leads_to_outputs(graph)
     behind: set[fx.Node] = set()
     for node in graph.nodes:
         if node in tail and (is_start(node) or any(operand in behind for operand in node.all_input_nodes)):
@@ -195,11 +230,12 @@ def _late(graph: fx.Graph) -> set[fx.Node]:
     return behind
 
 
-def _fillers(graph: fx.Graph, late: set[fx.Node]) -> set[fx.Node]:
-    """What no collective in the middle and no later part waits for: it leads only to accumulators or late things."""
-    sinks = {n for n in output_values(graph) if isinstance(n, fx.Node) and _is_accumulation(n)} | late
+def _fillers(part: Part, late: set[fx.Node]) -> set[fx.Node]:
+    """What no collective in the middle and no later part waits for: it leads only to gradients or late things."""
+    outputs = zip(part.outputs, output_values(part.graph.graph), strict=True)
+    sinks = {node for slot, node in outputs if slot.kind == "accumulator" and isinstance(node, fx.Node)} | late
     found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
+    for node in reversed(part.graph.graph.nodes):
         ends = node in sinks and all(u.op == "output" or u in sinks for u in node.users)
         leads = bool(node.users) and all(user in found or user in late for user in node.users)
         if node.op == "call_function" and not is_start(node) and not is_wait(node) and (ends or leads):
@@ -213,15 +249,61 @@ def _is_accumulation(node: fx.Node) -> bool:
     return node.target in SUMS and to_output and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
+def _from_batch(part: Part) -> set[fx.Node]:
+    """What is small and made from the batch and buffers alone: the count of a loss's tokens, for one."""
+    found: set[fx.Node] = set()
+    slots = iter(part.inputs)
+    for node in part.graph.graph.nodes:
+        is_input = node.op == "placeholder" and next(slots).kind in ("batch", "buffer")
+        is_made = node.op == "call_function" and all(operand in found for operand in node.all_input_nodes)
+        if is_input or (is_made and not is_start(node) and nbytes(local_value(node)) <= SMALL_BYTES):
+            found.add(node)
+    return found
+
+
 # -- placement ---------------------------------------------------------------------------------------------------
-def _delay_fillers(times: _Times, late: set[fx.Node], early: set[fx.Node]) -> None:
-    """Fillers go behind the next start of the middle kind, if it comes within this block or the next."""
-    middle = [times.position[n] for n in times.graph.nodes if is_start(n) and n not in late and n not in early]
-    for node in _fillers(times.graph, late):
-        position = times.position[node]
-        index = bisect.bisect_left(middle, position)
-        if index < len(middle) and times.block(middle[index]) <= times.block(position) + 1:
-            times.time[node] = middle[index] + 0.5
+def _hoist_small(times: _Times, part: Part) -> None:
+    """What leads from the batch to a start by little work is done first, so that the start can follow at once."""
+    ready, wanted = _from_batch(part), set[fx.Node]()
+    for node in reversed(times.graph.nodes):
+        if node in ready and any(is_start(user) or user in wanted for user in node.users):
+            wanted.add(node)
+    for node in times.graph.nodes:
+        is_fed = is_start(node) and all(operand in wanted for operand in node.all_input_nodes)
+        if node.op == "call_function" and (node in wanted or is_fed):
+            times.time[node] = 0.0
+
+
+def _delay_fillers(times: _Times, fillers: set[fx.Node], ends: set[fx.Node]) -> None:
+    """Fillers go behind the next start of the middle kind, if it comes within this block or the next.
+
+    Where starts follow on each other with no filler in between, they share those before them.
+    """
+    middle = [times.position[node] for node in times.nodes if is_start(node) and node not in ends]
+    waiting: dict[int, list[fx.Node]] = {}
+    for node in times.nodes:
+        if node in fillers:
+            waiting.setdefault(bisect.bisect_left(middle, times.position[node]), []).append(node)
+    for index, nodes in waiting.items():
+        shared = [index]
+        while shared[-1] + 1 < len(middle) and shared[-1] + 1 not in waiting:
+            shared.append(shared[-1] + 1)
+        for node, start in zip(nodes, _dealt(nodes, shared), strict=True):
+            near = [i for i in shared if i <= start and _is_near(times, node, middle, i)]
+            if near:
+                times.time[node] = middle[near[-1]] + 0.5
+
+
+def _is_near(times: _Times, node: fx.Node, middle: list[float], start: int) -> bool:
+    """Whether a start comes within the node's block or the next."""
+    return start < len(middle) and times.block(middle[start]) <= times.block(times.position[node]) + 1
+
+
+def _dealt(nodes: list[fx.Node], starts: list[int]) -> list[int]:
+    """A start for each node, in order, such that each start gets about the same number of matmuls."""
+    heavy = list(itertools.accumulate(target_name(node) in _MATMULS for node in nodes))
+    share = max(heavy[-1], 1)
+    return [starts[min(max(count - 1, 0) * len(starts) // share, len(starts) - 1)] for count in heavy]
 
 
 def _place_sums(times: _Times, late: set[fx.Node]) -> None:
@@ -241,7 +323,7 @@ def _place_late(times: _Times, late: set[fx.Node]) -> None:
         if waits:
             started = max(times.time[started_by(wait)] for wait in waits)
             ready = max(ready, times.begin(times.block(started) + 2) - 0.25)
-        times.time[node] = max(times.time[node], ready)
+        times.time[node] = ready + 0.01 if is_start(node) else max(times.time[node], ready)
         for user in node.users:
             if is_wait(user):
                 times.time[user] = times.time[node]
@@ -250,11 +332,11 @@ def _place_late(times: _Times, late: set[fx.Node]) -> None:
 def _place_early(times: _Times, early: set[fx.Node], late: set[fx.Node]) -> None:
     """Starts come some blocks before their first reader, later where the buffers would exceed the budget."""
     first_use = {node: _first_use(node, times, early) for node in times.graph.nodes if node in early and is_start(node)}
-    flights: list[tuple[float, float, int]] = []
+    flights: list[_Flight] = []
     for node, use in sorted(first_use.items(), key=lambda item: item[1]):
         wanted = times.begin(times.block(use) - times.limits.blocks_ahead) - 0.5
         size = nbytes(local_value(node))
-        begin = _affordable(wanted, use - 0.25, size, flights, times.limits.gathered_bytes)
+        begin = _affordable(wanted, use - 0.25, size, flights, times.limits)
         flights.append((begin, use, size))
         times.time[node] = begin
     for node in early:
@@ -267,11 +349,11 @@ def _first_use(node: fx.Node, times: _Times, early: set[fx.Node]) -> float:
     return min((_first_use(u, times, early) if u in early else times.time[u] for u in node.users), default=float("inf"))
 
 
-def _affordable(wanted: float, latest: float, size: int, flights: list[tuple[float, float, int]], budget: int) -> float:
-    """The first moment from `wanted` on at which the buffers in flight leave room, at the latest `latest`."""
+def _affordable(wanted: float, latest: float, size: int, flights: list[_Flight], limits: Overlap) -> float:
+    """The first moment from `wanted` on at which what is in flight leaves room, at the latest `latest`."""
     for moment in sorted({wanted, *(end + 0.25 for _, end, _ in flights if wanted < end + 0.25 < latest)}):
-        in_flight = sum(held for begin, end, held in flights if end > moment)
-        if in_flight + size <= budget:
+        held = [size for _, end, size in flights if end > moment]
+        if sum(held) + size <= limits.gathered_bytes and len(held) < limits.outstanding:
             return moment
     return latest
 

@@ -7,7 +7,6 @@ transfer. Numbers stay bit-equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +16,7 @@ from autopar import markers
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Transfer, Value
+from autopar.rules.nodes import node_argument
 from passes.context import Context
 
 PARTS = ("prologue", "forward", "backward", "update")
@@ -96,7 +96,7 @@ class _Splitter:
 
     def _home(self, source: Node, stage: int) -> int:
         """Where an input of the step lives: state on its own stage, the rest on every stage that wants it."""
-        return source.meta["stage"] if source.meta["role"].kind in ("param", "state") else stage  # type: ignore[no-any-return]
+        return int(source.meta["stage"]) if source.meta["role"].kind in ("param", "state") else stage
 
     def _slot(self, source: Node) -> Slot:
         if source not in self.slots:
@@ -112,7 +112,8 @@ class _Splitter:
 
     def _return(self, output: Node) -> None:
         for role, node in zip(output.meta["roles"], output.args[0], strict=True):  # type: ignore[arg-type]
-            slot = Slot("output", role.name or role.kind) if role.kind in ("loss", "output") else Slot(role.kind, role.name)
+            is_output = role.kind in ("loss", "output")
+            slot = Slot("output", role.name or role.kind) if is_output else Slot(role.kind, role.name)
             stage, part = self.part_of.get(node, (0, "update"))
             self.outputs[stage, part][slot] = node
             self._value(node, stage, slot)
@@ -148,9 +149,7 @@ class _Splitter:
             return graph.node_copy(node, env.__getitem__)
         with graph.inserting_before(_first_call(graph)):
             total = _placeholder(graph, node, self.slots[node], slots)
-        value = node.args[0]
-        assert isinstance(value, Node)
-        new = graph.call_function(torch.ops.aten.add.Tensor, (total, env[value]))
+        new = graph.call_function(torch.ops.aten.add.Tensor, (total, env[node_argument(node, 0)]))
         new.meta = dict(node.meta)
         return new
 
@@ -164,11 +163,5 @@ def _placeholder(graph: Graph, source: Node, slot: Slot, slots: list[Slot]) -> N
     node.meta = {**source.meta, "slot": slot}
     slots.append(slot)
     return node
-
-
-def used_slots(stage: StageProgram, kinds: Iterable[str]) -> set[Slot]:
-    """The slots of these kinds that any part of the stage reads or writes."""
-    wanted = set(kinds)
-    return {slot for part in stage.parts.values() for slot in (*part.inputs, *part.outputs) if slot.kind in wanted}
 
 

@@ -125,10 +125,11 @@ def microbatch(tensors: Mapping[str, Tensor], index: int, microbatches: int) -> 
     size = batch_size(tensors)
     check_divides(size, microbatches)
     rows = size // microbatches
-    return {
-        name: (tensor.narrow(0, index * rows, rows) if tensor.dim() and tensor.shape[0] == size else tensor).contiguous()
-        for name, tensor in tensors.items()
-    }
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.narrow(0, index * rows, rows) if tensor.dim() and tensor.shape[0] == size else tensor
+
+    return {name: own(tensor).contiguous() for name, tensor in tensors.items()}
 
 
 def check_divides(size: int, microbatches: int) -> None:

@@ -18,6 +18,7 @@ import sympy
 from torch.fx import Node
 
 from autopar.capture.graphs import Captured, op_name
+from autopar.rules.nodes import node_argument
 
 Shape = tuple[Any, ...]
 Shapes = Mapping[str, Shape]
@@ -34,14 +35,20 @@ def formulas(captured: Captured, shapes: Shapes) -> dict[str, sympy.Expr]:
         if n.op == "placeholder" and n.meta["role"].kind == "param"
     )
     work = sum((_flops(node, shapes) for node in nodes), sympy.Integer(0))
-    saved = sum((math.prod(shapes[n.name]) * n.meta["val"].element_size() for n in _saved(nodes, shapes)), sympy.Integer(0))
-    found = {"matmul_flops": work, "saved_bytes": saved, "parameter_bytes": sympy.Integer(parameters)}
+    saved = [math.prod(shapes[n.name]) * n.meta["val"].element_size() for n in _saved(nodes, shapes)]
+    found = {
+        "matmul_flops": work,
+        "saved_bytes": sum(saved, sympy.Integer(0)),
+        "parameter_bytes": sympy.Integer(parameters),
+    }
     return {name: sympy.factor_terms(sympy.expand(value)) for name, value in found.items()}
 
 
 def _flops(node: Node, shapes: Shapes) -> Any:
     count = _MATMULS.get(op_name(node)) if node.op == "call_function" else None
-    return 0 if count is None else 2 * count([shapes[n.name] for n in node.args if isinstance(n, Node) and n.name in shapes])
+    if count is None:
+        return 0
+    return 2 * count([shapes[n.name] for n in node.args if isinstance(n, Node) and n.name in shapes])
 
 
 def _attention(matmuls: int) -> Callable[[list[Shape]], Any]:
@@ -79,5 +86,5 @@ def _saved(nodes: list[Node], shapes: Shapes) -> list[Node]:
 
 def _base(value: Node) -> Node:
     while value.op == "call_function" and value.target is not operator.getitem and op_name(value) in _VIEWS:
-        value = value.args[0]  # type: ignore[assignment]
+        value = node_argument(value, 0)
     return value

@@ -199,10 +199,10 @@ def _errors_explained(run: _Step) -> Iterator[None]:
     except Error:
         raise
     except Exception as error:
-        raise CaptureError(_explanation(error, run)) from error
+        raise CaptureError(_explanation(error)) from error
 
 
-def _explanation(error: Exception, run: _Step) -> str:
+def _explanation(error: Exception) -> str:
     line, text = error_source(error, _Step.flat.__code__)
     where = f"{line}: `{text}`" if line else "the model"
     if private.is_data_dependent(error):

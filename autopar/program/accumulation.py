@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.program.parts import Part, Slot
 from autopar.program.storages import Lifetimes, lifetimes, local_value, nbytes
+from autopar.rules.nodes import node_argument
 
 ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
@@ -31,7 +32,7 @@ def accumulations(part: Part, lives: Lifetimes | None = None) -> dict[fx.Node, b
 def optional_slots(part: Part) -> tuple[Slot, ...]:
     """The accumulators for which `None` may be passed as zero."""
     slot_of = _slots(part)
-    return tuple(slot_of[node.args[0]] for node, _ in _sums(part))  # type: ignore[index]
+    return tuple(slot_of[node_argument(node, 0)] for node, _ in _sums(part))
 
 
 def _slots(part: Part) -> dict[fx.Node, Slot]:

@@ -112,7 +112,7 @@ def part_events(part: Part, mesh: Mesh) -> Events:
     """The part's allocations and frees in order; made once, walked at every call."""
     graph = part.graph.graph
     lives = lifetimes(graph)
-    classes = _classes(part, lives)
+    classes = _classes(part)
     adopted = accumulations(part, lives)
     dying: dict[int, list[Origin]] = {}
     for origin, position in lives.death.items():
@@ -184,7 +184,7 @@ _BUFFERS: dict[str, Callable[[int, int, bool], int]] = {
 """Collective → bytes from (bytes given, size of the axis, whether chunks lie along dim 0)."""
 
 
-def _classes(part: Part, lives: Lifetimes) -> dict[fx.Node, str]:
+def _classes(part: Part) -> dict[fx.Node, str]:
     """What each node's own storage counts as."""
     graph = part.graph.graph
     default = "optimizer" if part.name == "update" else "activations"

@@ -26,16 +26,14 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from autopar.mesh import Mesh
 from autopar.program.function_source import Writer
 from autopar.program.parts import Part, Slot, StageProgram, Value
 from autopar.program.spelling import Speller
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from autopar.mesh import Mesh
 
 Bound = Callable[[list[Any]], tuple[Any, ...]]
 """A part, bound to a rank: inputs (a list, emptied by the call) → outputs."""
@@ -87,7 +85,7 @@ def stage_code(stage: StageProgram | StageCode, mesh: Mesh) -> StageCode:
     functions = {
         body.part.name: Signature(body.part.inputs, body.part.outputs, body.optional, body.donated) for body in bodies
     }
-    source = _module(stage, mesh, texts, speller, constants)
+    source = _module(stage, mesh, texts, speller)
     return StageCode(stage.index, source, functions, dict(stage.values), constants)
 
 
@@ -122,10 +120,11 @@ def constant_name(part: Part, attribute: str) -> str:
 def _attribute(module: Any, path: str) -> Tensor:
     for name in path.split("."):
         module = getattr(module, name)
-    return module  # type: ignore[no-any-return]
+    assert isinstance(module, Tensor), path
+    return module
 
 
-def _module(stage: StageProgram, mesh: Mesh, texts: list[str], speller: Speller, constants: dict[str, Tensor]) -> str:
+def _module(stage: StageProgram, mesh: Mesh, texts: list[str], speller: Speller) -> str:
     """The module's text: heading, names bound once, `bind`."""
     where = f"mesh {mesh}" if mesh.axes else "one rank"
     title = f"Stage {stage.index} of {mesh.num_stages} on {where}: {', '.join(stage.parts)}."

@@ -37,6 +37,7 @@ from autopar.program.storages import (
     target_name,
     written_operand,
 )
+from autopar.rules.nodes import node_argument
 
 MAX_INLINED = 2
 PERSISTENT = {"param", "buffer", "state", "scalar", "gathered"}
@@ -123,7 +124,7 @@ class Writer:
     def _shared_name(self, node: fx.Node, names: dict[fx.Node, str]) -> str | None:
         """The name of the operand whose tensor the node is: in-place results, equal items of a tuple."""
         if node.target is operator.getitem:
-            twins = [user for user in node.args[0].users if user.args == node.args and user in names]  # type: ignore[union-attr]
+            twins = [user for user in node_argument(node, 0).users if user.args == node.args and user in names]
             return names[twins[0]] if twins else None
         operand = written_operand(node)
         return names[operand] if operand is not None else None
@@ -248,7 +249,7 @@ class Writer:
         return f"{targets} = {text}" + ("; del _" if len(items) < length else "")
 
     def _is_unpacked(self, node: fx.Node) -> bool:
-        return node.target is operator.getitem and bool(self._items(node.args[0]))  # type: ignore[arg-type]
+        return node.target is operator.getitem and bool(self._items(node_argument(node, 0)))
 
     def _dropping(self, node: fx.Node) -> str:
         """`; del a, b` for what no later statement reads."""

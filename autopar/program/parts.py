@@ -71,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """After `source` has run `part`, its slot `saved:name` (or `param`, `accumulator`) goes to `received:name` of `target`."""
+    """After `source` has run `part`, its slot (`saved`, `param`, …) goes to `received:name` of `target`."""
 
     slot: Slot
     source: int

@@ -5,6 +5,8 @@
     print(program.source(stage=0))      # readable Python
     program.save("out/")                # … and Program.load("out/") on any rank
     trainer = program.start()           # under torchrun
+
+Invariant: whoever loads a saved program runs the same functions on the same slots (`hash` says so).
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class LoadedProgram:
         origin = read_origin(self.directory)
         if origin is None:
             raise PlanError(
-                f"{self.directory}: no origin.json, so nothing says how the weights are made; build with `autopar build`"
+                f"{self.directory}: no origin.json, so nothing says how the weights are made; use `autopar build`"
             )
         step = load_step(str(self.directory / origin.model), origin.options)
         return start(self, step, Recipe.from_dict(dict(self.saved.recipe)), seed, device, deterministic)

@@ -18,6 +18,7 @@ from autopar.program.parts import Pipeline, StageProgram, Value
 
 
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for every floating dtype."""
     return torch.float64 if dtype.is_floating_point else dtype
 
 
@@ -27,7 +28,7 @@ def promoted(value: Tensor) -> Tensor:
 
 
 def promote_graph(module: GraphModule) -> GraphModule:
-    """A copy of the graph whose dtype arguments are promoted."""
+    """A copy of the graph whose dtype arguments and constants are promoted."""
     graph = Graph()
     env: dict[torch.fx.Node, torch.fx.Node] = {}
     output = graph.graph_copy(module.graph, env)

@@ -17,7 +17,8 @@ from torch.fx import Node
 from autopar import collectives
 from autopar.cluster.collectives import collective_bytes_sent
 from autopar.mesh import PIPELINE_AXIS, Mesh
-from autopar.program.parts import Pipeline, Slot
+from autopar.program.parts import Pipeline, Value
+from autopar.rules.nodes import node_argument
 
 _PER_STEP = ("prologue", "update")
 
@@ -70,19 +71,16 @@ def _calls(pipeline: Pipeline) -> list[tuple[int, str, str, int, int, int]]:
                     calls.append((stage.index, axis, kind, _whole_bytes(node, kind, ranks), times, ranks))
     for transfer in pipeline.transfers:
         times = 1 if transfer.part in _PER_STEP or transfer.slot.kind == "accumulator" else pipeline.microbatches
-        source = pipeline.stages[transfer.source]
-        calls.append((transfer.source, PIPELINE_AXIS, "p2p", _slot_bytes(source.values, transfer.slot, pipeline.mesh), times, 2))
+        sent = _local_bytes(pipeline.stages[transfer.source].values[transfer.slot], pipeline.mesh)
+        calls.append((transfer.source, PIPELINE_AXIS, "p2p", sent, times, 2))
     return calls
 
 
-def _slot_bytes(values: object, slot: Slot, mesh: Mesh) -> int:
-    value = values[slot]  # type: ignore[index]
-    return math.prod(value.layout.local_shape(mesh.spmd)) * value.dtype.itemsize  # type: ignore[no-any-return]
+def _local_bytes(value: Value, mesh: Mesh) -> int:
+    return math.prod(value.layout.local_shape(mesh.spmd)) * value.dtype.itemsize
 
 
 def _whole_bytes(node: Node, kind: str, ranks: int) -> int:
-    operand = node.args[0]
-    assert isinstance(operand, Node)
-    local: Tensor = operand.meta["local_val"]
+    local: Tensor = node_argument(node, 0).meta["local_val"]
     size = local.numel() * local.element_size()
     return size * ranks if kind in ("all_gather", "all_to_all") else size

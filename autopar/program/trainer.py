@@ -86,8 +86,9 @@ class Trainer:
         self.optimizer = StepScalars(program.scalars)
         self._batch_values = _batch_values(program.pipeline)
         self._scalars: dict[str, tuple[float, Tensor]] = {}
-        for slot in self.executor.slots if initial else ():
-            self.state.load(slot, initial(slot))  # type: ignore[misc]
+        if initial is not None:
+            for slot in self.executor.slots:
+                self.state.load(slot, initial(slot))
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def step(self, *batch: Any, local: bool = False, **named: Any) -> dict[str, float | Tensor]:

@@ -8,17 +8,17 @@ Losses, gradients, buffers, parameters and optimizer state are compared after ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from autopar.capture.gradient import check_loss, find_loss
-from autopar.capture.graphs import Captured, Role, outputs, placeholders
+from autopar.capture.graphs import Captured, Role, placeholders
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.program.parts import Pipeline, Slot
-from autopar.program.promote import default_float64, promote_graph, promote_pipeline, promoted
-from autopar.program.virtual import VirtualMesh, check_replicas
+from autopar.program.promote import default_float64, promote_graph, promote_pipeline, promoted, promoted_dtype
+from autopar.program.virtual import VirtualMesh, whole_value
 from autopar.program.weights import with_weights
 
 EXACT = 1e-10
@@ -47,8 +47,8 @@ class Difference:
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
-        verdict = "ok" if self.ok else "DIFFERS"
-        return f"{self.half}, step {self.step}: {self.name} {verdict} ({self.relative:.2e}, at most {self.tolerance:.0e})"
+        verdict = f"{'ok' if self.ok else 'DIFFERS'} ({self.relative:.2e}, at most {self.tolerance:.0e})"
+        return f"{self.half}, step {self.step}: {self.name} {verdict}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class VerifyReport:
             found = self.worst(half)
             if found is not None:
                 count = sum(1 for d in self.differences if d.half == half)
-                lines.append(f"{half}: {count} values, greatest relative difference {found.relative:.2e} ({found.name})")
+                greatest = f"greatest relative difference {found.relative:.2e} ({found.name})"
+                lines.append(f"{half}: {count} values, {greatest}")
         lines.append("equal" if self.ok else f"NOT equal; first: {self.first}")
         return "\n".join(lines)
 
@@ -98,25 +99,22 @@ class Reference:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def step(self, microbatch: Callable[[int], Mapping[str, Tensor]], scalars: Mapping[str, float]) -> dict[str, Tensor]:
-        """One optimizer step; returns the outputs (loss: mean over microbatches)."""
-        outputs = self.backward(microbatch)
-        self.update(scalars)
-        return outputs
-
-    @torch.no_grad()
     def backward(self, microbatch: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """All microbatches: fills `gradients`, returns the outputs."""
+        """All microbatches: fills `gradients`, returns the outputs (loss: mean over microbatches)."""
         self.gradients = {}
         collected: dict[str, list[Tensor]] = {}
         for index in range(self.microbatches):
             for name, value in self._microbatch(microbatch(index)).items():
                 collected.setdefault(name, []).append(value)
-        return {name: torch.stack(parts).mean(0) if parts[0].dim() == 0 else torch.cat(parts) for name, parts in collected.items()}
+        return {
+            name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).mean(0)
+            for name, parts in collected.items()
+        }
 
     def _microbatch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         graph = self.captured.gradient
-        inputs = [batch[r.name] if r.kind == "batch" else self.values[Slot(r.kind, r.name)] for r in placeholders(graph)]
+        roles = placeholders(graph)
+        inputs = [batch[r.name] if r.kind == "batch" else self.values[Slot(r.kind, r.name)] for r in roles]
         results: dict[str, Tensor] = {}
         for role, value in zip(self.captured.gradient_outputs, torch.fx.Interpreter(graph).run(*inputs), strict=True):
             if role.kind == "grad":
@@ -152,9 +150,10 @@ def _slot(role: Role, parameter: str) -> Slot:
 def initial_values(step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
     """Parameters and buffers from `weights` (by name), constants, and the optimizer's initial state."""
     values = {Slot("param", name): weights[name] for name in step.parameter_names}
+    known = {**weights, **captured.constants}
     for role in placeholders(captured.gradient):
         if role.kind == "buffer":
-            values[Slot("buffer", role.name)] = captured.constants.get(role.name, weights.get(role.name))  # type: ignore[arg-type]
+            values[Slot("buffer", role.name)] = known[role.name]
     for name, state in captured.initial_state.items():
         for key, init in state.items():
             values[Slot("state", f"{name}.{key}")] = init.build(weights[name])
@@ -233,7 +232,7 @@ class EagerStep:
         losses = []
         for index in range(self.source.microbatches):
             loss = self._loss(self.source.microbatch(self.source.batch, index))
-            (loss / self.source.microbatches).backward()
+            torch.autograd.backward(loss / self.source.microbatches)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
@@ -282,19 +281,21 @@ def _gradient(virtual: VirtualMesh, name: str) -> Tensor | None:
 
     (Two parameters may share one gradient, which has the name of the other.)
     """
-    slot, mesh, parts = Slot("accumulator", name), virtual.mesh, []
+    slot, parts = Slot("accumulator", name), []
     for stage in virtual.pipeline.stages:
         if slot in stage.values:
             wide, layout = virtual.local(slot, stage.index), stage.values[slot].layout
-            check_replicas(wide, (*layout.split_axes, *dict(layout.partial)), mesh, str(slot))
-            parts.append(layout.unshard(lambda at, wide=wide: wide[mesh.rank(at)], mesh))  # type: ignore[misc]
+            parts.append(whole_value(wide, layout, virtual.mesh, str(slot)))
     return torch.stack(parts).sum(0) if parts else None
 
 
 def _compare_gradients(
-    index: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], gradients: Mapping[str, Tensor],
+    index: int,
+    got: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
     reference: Reference,
-) -> Iterator[Difference]:  # fmt: skip
+) -> Iterator[Difference]:
     for name, value in expected.items():
         yield Difference(HALVES[1], index, name, relative_difference(got[name], value), EXACT)
     floor = _largest(reference.gradients) * ZERO
@@ -314,10 +315,6 @@ def _compare_values(
 
 def promote_captured(captured: Captured) -> Captured:
     """The captured step with every floating dtype promoted to float64."""
-    from dataclasses import replace
-
-    from autopar.program.promote import promoted_dtype
-
     states = {
         name: {key: replace(init, dtype=promoted_dtype(init.dtype)) for key, init in state.items()}
         for name, state in captured.initial_state.items()
@@ -333,6 +330,3 @@ def promote_captured(captured: Captured) -> Captured:
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in weights.items()}
-
-
-__all__ = ["Reference", "VerifyReport", "initial_values", "outputs", "verify"]

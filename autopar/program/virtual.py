@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 
 from autopar import collectives
 from autopar.errors import PlanError, VerificationError
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.program.executor import join_outputs, split_microbatches
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Value
@@ -70,10 +71,7 @@ class VirtualMesh:
         wide = None if stage is None else self._get(stage.index, slot)
         if stage is None or wide is None:
             raise PlanError(f"{slot} has no value on the virtual mesh")
-        layout = stage.values[slot].layout
-        axes = (*layout.split_axes, *dict(layout.partial))
-        check_replicas(wide, axes, self.mesh, str(slot), rtol, atol)
-        return layout.unshard(lambda coordinates: wide[self.mesh.rank(coordinates)], self.mesh)
+        return whole_value(wide, stage.values[slot].layout, self.mesh, str(slot), rtol, atol)
 
     def local(self, slot: Slot, stage: int) -> Wide:
         """The local tensors of `slot` on the ranks of `stage`."""
@@ -175,9 +173,7 @@ class VirtualMesh:
         for (slot, microbatch), cell in plan.cells.items():
             if slot.kind == "output":
                 wide, layout = store.pop(cell), stage.values[slot].layout
-                axes = (*layout.split_axes, *dict(layout.partial))
-                check_replicas(wide, axes, self.mesh, f"{slot} of microbatch {microbatch}")
-                whole = layout.unshard(lambda at, wide=wide: wide[self.mesh.rank(at)], self.mesh)  # type: ignore[misc]
+                whole = whole_value(wide, layout, self.mesh, f"{slot} of microbatch {microbatch}")
                 parts.setdefault(slot.name, []).append((microbatch or 0, whole))
         return {name: join_outputs([t for _, t in sorted(found, key=lambda f: f[0])]) for name, found in parts.items()}
 
@@ -313,7 +309,15 @@ _COLLECTIVES: dict[Any, Callable[[Mesh, list[Any]], Wide]] = {
 }
 
 
-def check_replicas(
+def whole_value(
+    wide: Wide, layout: Layout, mesh: Mesh, name: str, rtol: float = 0.0, atol: float = 0.0
+) -> Tensor:
+    """The global value of all ranks' local tensors; raises `VerificationError` when replicas differ."""
+    _check_replicas(wide, (*layout.split_axes, *dict(layout.partial)), mesh, name, rtol, atol)
+    return layout.unshard(lambda at: wide[mesh.rank(at)], mesh)
+
+
+def _check_replicas(
     wide: Wide, layout_axes: tuple[str, ...], mesh: Mesh, name: str, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
     """Raises `VerificationError` when ranks that differ only along an axis not in `layout_axes` differ in value."""

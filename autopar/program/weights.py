@@ -1,6 +1,6 @@
 """Where a program's initial values come from: the live model, or its factory replayed tensor by tensor.
 
-    for slot, whole in initial_values(step, recipe, seed=0): ...
+    put_initial_values(step, recipe, seed=0, put=lambda slot, whole: ...)
 
 Invariants:
 - the values are those of `torch.manual_seed(seed); factory()`, bit for bit;
@@ -38,7 +38,7 @@ class Recipe:
         return cls(captured.initial_state, captured.constants)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: `{"state": {"wte.weight": {"step": [[], "float32", 0.0]}}, "constants": {name: [dtype, values]}}`."""
+        """As JSON: `{"state": {"w": {"step": [[], "float32", 0.0]}}, "constants": {name: [dtype, values]}}`."""
         state = {
             name: {key: [list(init.shape), _name(init.dtype), init.fill] for key, init in entries.items()}
             for name, entries in self.state.items()
@@ -50,13 +50,17 @@ class Recipe:
         """The inverse of `to_dict`; raises `PlanError` when malformed."""
         try:
             state = {
-                name: {key: StateInit(tuple(shape), getattr(torch, dtype), fill) for key, (shape, dtype, fill) in entries.items()}
+                name: {key: _state_init(*init) for key, init in entries.items()}
                 for name, entries in data["state"].items()
             }
             constants = {n: torch.tensor(v, dtype=getattr(torch, dtype)) for n, (dtype, v) in data["constants"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"recipe.json: malformed ({error}); build the program anew") from None
         return cls(state, constants)
+
+
+def _state_init(shape: list[int], dtype: str, fill: float | None) -> StateInit:
+    return StateInit(tuple(shape), getattr(torch, dtype), fill)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -80,7 +84,7 @@ def put_initial_values(step: ForwardStep, recipe: Recipe, seed: int, put: Put) -
     elif step.factory is not None:
         replay(record(step.factory), seed, lambda name, value: consume(name, value) if name in named else None)
     else:
-        raise PlanError("the model's weights are on meta and no factory was given; pass TrainStep a factory of the model")
+        raise PlanError("the model's weights are on meta; pass TrainStep a factory of the model, to make them with")
     for name, value in recipe.constants.items():
         put(Slot("buffer", name), value)
 

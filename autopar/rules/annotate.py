@@ -21,7 +21,7 @@ _ValueDims = list[list[int]]
 
 
 def annotate_factors(graph: Graph, equal: list[tuple[Node, Node]] | None = None) -> None:
-    """Writes `rule` and `factor_sizes` on the nodes; `equal` pairs values that must be divided alike (state in, out)."""
+    """Writes `rule` and `factor_sizes` on the nodes; `equal` pairs values to be divided alike (state in and out)."""
     inference = FactorInference()
     dims: dict[Node, Any] = {}
     handles: dict[Node, int] = {}

@@ -90,7 +90,8 @@ def operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     key = ("operands", choice)
     if key not in rule.memo:
         rule.memo[key] = _operand_layouts(rule, choice)
-    return rule.memo[key]  # type: ignore[no-any-return]
+    layouts: tuple[Layout, ...] = rule.memo[key]
+    return layouts
 
 
 def _operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
@@ -111,7 +112,8 @@ def result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     key = ("results", choice)
     if key not in rule.memo:
         rule.memo[key] = _result_layouts(rule, choice)
-    return rule.memo[key]  # type: ignore[no-any-return]
+    layouts: tuple[Layout, ...] = rule.memo[key]
+    return layouts
 
 
 def _result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:

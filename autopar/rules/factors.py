@@ -11,13 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.rules.notation import BoundRule
 
 Sizes = tuple[tuple[int, ...], ...]
-
 
 _MAX_ROUNDS = 8
 """An atom that stands twice in one product may need refining more than once; no real graph needs more than two."""
@@ -60,7 +60,7 @@ class Atoms:
                 self._merge(left, right)
                 return True
             cuts = sorted({*left_cuts, *right_cuts})
-            if cuts[0] == 0 or any(b % a for a, b in zip(cuts, cuts[1:], strict=False)):
+            if cuts[0] == 0 or any(b % a for a, b in itertools.pairwise(cuts)):
                 return False
             self._refine(left, cuts)
             self._refine(right, cuts)
@@ -84,7 +84,7 @@ class Atoms:
         for leaf in reversed(leaves):
             outer = inner * self._size[leaf]
             inside = [c for c in cuts if inner <= c <= outer]
-            sizes = [b // a for a, b in zip(inside, inside[1:], strict=False)]
+            sizes = [b // a for a, b in itertools.pairwise(inside)]
             if len(sizes) > 1 and self._parts[leaf] is None:
                 self._parts[leaf] = [self.new(size) for size in reversed(sizes)]
             inner = outer
@@ -117,9 +117,6 @@ class LeafRule:
 
     def factor_sizes(self, dims: tuple[tuple[int, ...], ...]) -> Sizes:
         return tuple(tuple(self.factors[f].size for f in dim) for dim in dims)
-
-    def letters_split(self, split: set[int]) -> set[str]:
-        return {self.factors[f].letter for f in split}
 
 
 @dataclass(slots=True)

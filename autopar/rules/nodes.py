@@ -24,7 +24,6 @@ _POINTWISE_LINEAR: dict[str, Linear] = {
 """Pointwise ops through which partial sums pass, and in which operands; all others take whole values."""
 
 
-
 def op_name(node: Node) -> str:
     """`aten.mm`: the op without its overload; a plain function's own name."""
     target = node.target
@@ -36,6 +35,18 @@ def op_name(node: Node) -> str:
 def tensor_operands(node: Node) -> list[Node]:
     """The node's tensor arguments in order, those inside lists included."""
     return [n for n in _nodes_in((node.args, node.kwargs)) if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """The argument `name`, which stands at `index` where it is positional."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def node_argument(node: Node, index: int) -> Node:
+    """Positional argument `index`, which is a node."""
+    found = node.args[index]
+    assert isinstance(found, Node), f"{node.format_node()}: argument {index} is {found!r}"
+    return found
 
 
 def _nodes_in(argument: Any) -> Iterator[Node]:

@@ -49,11 +49,12 @@ def single_op(node: Node) -> tuple[Graph, Node]:
     """A graph with `node` alone between placeholders and output, annotated with its leaf rule."""
     graph = Graph()
     env: dict[Node, Node] = {}
+    place = {"stage": 0, "phase": "forward", "level": "step"}
     for i, operand in enumerate(dict.fromkeys(node.all_input_nodes)):
         env[operand] = graph.placeholder(f"x{i}")
-        env[operand].meta = {"val": operand.meta["val"], "key": f"x{i}", "stage": 0, "phase": "forward", "level": "step"}
+        env[operand].meta = {"val": operand.meta["val"], "key": f"x{i}", **place}
     copy = graph.node_copy(node, env.__getitem__)
-    copy.meta = {**node.meta, "key": "op", "stage": 0, "phase": "forward", "level": "step", "path": ""}
+    copy.meta = {**node.meta, "key": "op", "path": "", **place}
     graph.output(copy)
     annotate_factors(graph)
     return graph, copy
@@ -119,7 +120,8 @@ def _try(
     for operand, layout in zip(tensor_operands(probe), needed, strict=True):
         if operand.meta.setdefault("layout", layout) != layout:
             return None  # one value in two layouts: a graph would reshard one of them
-    if any(n.meta["layout"].partial and n.meta["val"].dtype == torch.bool for n in graph.nodes if n.op == "placeholder"):
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    if any(n.meta["layout"].partial and n.meta["val"].dtype == torch.bool for n in placeholders):
         return None  # no op leaves a bool partial
     try:
         differences = _execute(graph, probe, mesh, inputs, whole)

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Node
 
-from autopar.rules.nodes import pointwise_linear, result_values, shapes_of, tensor_operands
+from autopar.rules.nodes import argument, pointwise_linear, result_values, shapes_of, tensor_operands
 from autopar.rules.notation import BoundRule, Dims, Linear, Shape
 
 
-def _argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    if len(node.args) > index:
-        return node.args[index]
-    return node.kwargs.get(name, default)
-
-
 def _from_letters(
-    node: Node,
-    operands: list[Dims],
-    results: list[Dims],
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
     sizes: dict[str, int],
     whole: set[str] | None = None,
     linear: Linear = (),
@@ -64,7 +56,7 @@ def whole(node: Node) -> BoundRule:
         all_dims.append(dims)
         sizes.update(new)
     count = len(operand_shapes)
-    return _from_letters(node, all_dims[:count], all_dims[count:], sizes, set(sizes))
+    return _from_letters(all_dims[:count], all_dims[count:], sizes, set(sizes))
 
 
 def pointwise(node: Node) -> BoundRule:
@@ -77,9 +69,8 @@ def pointwise(node: Node) -> BoundRule:
         return tuple(() if size == 1 else dim for size, dim in zip(shape, tail, strict=True))
 
     results = [dims] + [aligned(shape) for shape in others]
-    return _from_letters(
-        node, [aligned(shape) for shape in operand_shapes], results, sizes, linear=pointwise_linear(node)
-    )
+    operands = [aligned(shape) for shape in operand_shapes]
+    return _from_letters(operands, results, sizes, linear=pointwise_linear(node))
 
 
 def factory_like(node: Node) -> BoundRule:
@@ -87,7 +78,7 @@ def factory_like(node: Node) -> BoundRule:
     (operand,), (result,) = shapes_of(node)
     operand_dims, sizes = _letters(operand, "x")
     dims, result_sizes = _letters(result, "d")
-    return _from_letters(node, [operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
+    return _from_letters([operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
 
 
 def copied(node: Node) -> BoundRule:
@@ -97,7 +88,7 @@ def copied(node: Node) -> BoundRule:
     source = operand.meta["val"].dtype
     rounds = result.dtype == torch.bool or (source.is_floating_point and not result.dtype.is_floating_point)
     dims, sizes = _letters(tuple(map(int, result.shape)), "d")
-    return _from_letters(node, [dims], [dims], sizes, linear=() if rounds else ((0,),))
+    return _from_letters([dims], [dims], sizes, linear=() if rounds else ((0,),))
 
 
 def whole_dim(dim_argument: int) -> Callable[[Node], BoundRule]:
@@ -106,8 +97,8 @@ def whole_dim(dim_argument: int) -> Callable[[Node], BoundRule]:
     def rule(node: Node) -> BoundRule:
         operands, (result, *_) = shapes_of(node)
         dims, sizes = _letters(result, "d")
-        dim = _argument(node, dim_argument, "dim") % max(len(result), 1)
-        return _from_letters(node, [dims] * len(operands), [dims], sizes, {f"d{dim}"})
+        dim = argument(node, dim_argument, "dim") % max(len(result), 1)
+        return _from_letters([dims] * len(operands), [dims], sizes, {f"d{dim}"})
 
     return rule
 
@@ -119,19 +110,23 @@ def whole_last(count: int) -> Callable[[Node], BoundRule]:
         operands, (result,) = shapes_of(node)
         dims, sizes = _letters(result, "d")
         kept = {f"d{i}" for i in range(len(result) - count, len(result))}
-        return _from_letters(node, [dims] * len(operands), [dims], sizes, kept, linear=((0,),))
+        return _from_letters([dims] * len(operands), [dims], sizes, kept, linear=((0,),))
 
     return rule
 
 
 # -- views -------------------------------------------------------------------------------------------------------
 def viewed(node: Node) -> BoundRule:
-    """Dims whose products line up become products of common factors: `[8, 64, 16] -> [512, 4, 4]` is `a b (c d) -> (a b) c d`."""
+    """Dims whose products line up become products of common factors.
+
+    `[8, 64, 16] -> [512, 4, 4]` is `a b (c d) -> (a b) c d`.
+    """
     (operand,), (result,) = shapes_of(node)
-    return whole(node) if 0 in operand else view_rule(node, operand, result)
+    return whole(node) if 0 in operand else _view_rule(operand, result)
 
 
-def view_rule(node: Node, operand: Shape, result: Shape) -> BoundRule:
+def _view_rule(operand: Shape, result: Shape) -> BoundRule:
+    """The rule of a view from one shape to another; runs of dims whose cuts don't nest are whole."""
     left: list[tuple[str, ...]] = [()] * len(operand)
     right: list[tuple[str, ...]] = [()] * len(result)
     sizes: dict[str, int] = {}
@@ -150,7 +145,7 @@ def view_rule(node: Node, operand: Shape, result: Shape) -> BoundRule:
         sizes.update({name: high // low for name, (low, high) in spans})
         for side, dims, shape in ((left, in_dims, operand), (right, out_dims, result)):
             _assign_spans(side, dims, shape, spans)
-    return _from_letters(node, [tuple(left)], [tuple(right)], sizes, kept, linear=((0,),))
+    return _from_letters([tuple(left)], [tuple(right)], sizes, kept, linear=((0,),))
 
 
 def _aligned_groups(operand: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:
@@ -158,7 +153,9 @@ def _aligned_groups(operand: Shape, result: Shape) -> list[tuple[list[int], list
     groups = []
     i, j = len(operand) - 1, len(result) - 1
     while i >= 0 or j >= 0:
-        ins, outs, product_in, product_out = [], [], 1, 1
+        ins: list[int] = []
+        outs: list[int] = []
+        product_in = product_out = 1
         while True:
             if product_in <= product_out and i >= 0 and (product_in < product_out or not ins):
                 ins.append(i)
@@ -191,21 +188,23 @@ def _assign_spans(
 
 
 def permuted(node: Node) -> BoundRule:
+    """Letters in the order of the dims."""
     (operand,), _ = shapes_of(node)
-    order = [d % len(operand) for d in _argument(node, 1, "dims")]
+    order = [d % len(operand) for d in argument(node, 1, "dims")]
     dims, sizes = _letters(operand, "d")
-    return _from_letters(node, [dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
+    return _from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
 
 
 def transposed(node: Node) -> BoundRule:
+    """Two letters exchanged; `t` of a vector is the vector."""
     (operand,), _ = shapes_of(node)
     rank = len(operand)
-    a, b = _argument(node, 1, "dim0", 0), _argument(node, 2, "dim1", 1)
+    a, b = argument(node, 1, "dim0", 0), argument(node, 2, "dim1", 1)
     order = list(range(rank))
     if rank > 1:
         order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
     dims, sizes = _letters(operand, "d")
-    return _from_letters(node, [dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
+    return _from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
 
 
 def expanded(node: Node) -> BoundRule:
@@ -214,10 +213,10 @@ def expanded(node: Node) -> BoundRule:
     dims, sizes = _letters(result, "d")
     tail = dims[len(dims) - len(operand) :]
     source = tuple(() if size == 1 else dim for size, dim in zip(operand, tail, strict=True))
-    return _from_letters(node, [source], [dims], sizes, linear=((0,),))
+    return _from_letters([source], [dims], sizes, linear=((0,),))
 
 
-def _chunked(node: Node, dim: int, big: Shape, small: Shape, start: int) -> tuple[Dims, Dims, dict[str, int], set[str]]:
+def _chunked(dim: int, big: Shape, small: Shape, start: int) -> tuple[Dims, Dims, dict[str, int], set[str]]:
     """Letters of a value and of an aligned chunk of its `dim`: `([n] c)` and `c`; a ragged piece is whole."""
     dims, sizes = _letters(big, "d")
     sizes = {**sizes, f"d{dim}": small[dim]}
@@ -233,47 +232,50 @@ def _chunked(node: Node, dim: int, big: Shape, small: Shape, start: int) -> tupl
 def sliced(node: Node) -> BoundRule:
     """An aligned chunk is `([n] c) -> c`; any other slice keeps its dim whole."""
     (big,), (small,) = shapes_of(node)
-    dim = _argument(node, 1, "dim", 0) % len(big)
-    start, step = _argument(node, 2, "start") or 0, _argument(node, 4, "step", 1)
+    dim = argument(node, 1, "dim", 0) % len(big)
+    start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
     start = start + big[dim] if start < 0 else start
-    outer, inner, sizes, kept = _chunked(node, dim, big, small, start if step == 1 else 1)
-    return _from_letters(node, [outer], [inner], sizes, kept, linear=((0,),))
+    outer, inner, sizes, kept = _chunked(dim, big, small, start if step == 1 else 1)
+    return _from_letters([outer], [inner], sizes, kept, linear=((0,),))
 
 
 def slice_backward(node: Node) -> BoundRule:
+    """The mirror of `sliced`."""
     (small,), (big,) = shapes_of(node)
-    dim, start, step = node.args[2] % len(big), node.args[3], node.args[5]
+    dim, start, step = argument(node, 2, "dim") % len(big), argument(node, 3, "start"), argument(node, 5, "step")
     start = start + big[dim] if start < 0 else start
-    outer, inner, sizes, kept = _chunked(node, dim, big, small, start if step == 1 else 1)
-    return _from_letters(node, [inner], [outer], sizes, kept, linear=((0,),))
+    outer, inner, sizes, kept = _chunked(dim, big, small, start if step == 1 else 1)
+    return _from_letters([inner], [outer], sizes, kept, linear=((0,),))
 
 
 def selected(node: Node) -> BoundRule:
+    """The dim selected from is whole."""
     (operand,), _ = shapes_of(node)
-    dim = _argument(node, 1, "dim") % len(operand)
+    dim = argument(node, 1, "dim") % len(operand)
     dims, sizes = _letters(operand, "d")
-    return _from_letters(node, [dims], [dims[:dim] + dims[dim + 1 :]], sizes, {f"d{dim}"}, linear=((0,),))
+    return _from_letters([dims], [dims[:dim] + dims[dim + 1 :]], sizes, {f"d{dim}"}, linear=((0,),))
 
 
 def select_backward(node: Node) -> BoundRule:
+    """The mirror of `selected`."""
     _, (result,) = shapes_of(node)
-    dim = node.args[2] % len(result)
+    dim = argument(node, 2, "dim") % len(result)
     dims, sizes = _letters(result, "d")
-    return _from_letters(node, [dims[:dim] + dims[dim + 1 :]], [dims], sizes, {f"d{dim}"}, linear=((0,),))
+    return _from_letters([dims[:dim] + dims[dim + 1 :]], [dims], sizes, {f"d{dim}"}, linear=((0,),))
 
 
 def split(node: Node) -> BoundRule:
     """Equal parts: `([n] c) -> c, c, …`; unequal ones keep the dim whole."""
     (big,), parts = shapes_of(node)
-    dim = _argument(node, 2, "dim", 0) % len(big)
+    dim = argument(node, 2, "dim", 0) % len(big)
     if len({part[dim] for part in parts}) == 1:
-        outer, inner, sizes, kept = _chunked(node, dim, big, parts[0], 0)
-        return _from_letters(node, [outer], [inner] * len(parts), sizes, kept, linear=((0,),))
+        outer, inner, sizes, kept = _chunked(dim, big, parts[0], 0)
+        return _from_letters([outer], [inner] * len(parts), sizes, kept, linear=((0,),))
     dims, sizes = _letters(big, "d")
     results = [(*dims[:dim], (f"p{i}",), *dims[dim + 1 :]) for i in range(len(parts))]
     sizes.update({f"p{i}": part[dim] for i, part in enumerate(parts)})
     kept = {f"d{dim}", *(f"p{i}" for i in range(len(parts)))}
-    return _from_letters(node, [dims], results, sizes, kept, linear=((0,),))
+    return _from_letters([dims], results, sizes, kept, linear=((0,),))
 
 
 def concatenated(node: Node) -> BoundRule:
@@ -281,28 +283,28 @@ def concatenated(node: Node) -> BoundRule:
     parts, (big,) = shapes_of(node)
     if {len(part) for part in parts} != {len(big)}:
         return whole(node)  # an old-style empty operand of shape [0]
-    dim = _argument(node, 1, "dim", 0) % len(big)
+    dim = argument(node, 1, "dim", 0) % len(big)
     together: Linear = (tuple(range(len(parts))),)
     if len({part[dim] for part in parts}) == 1:
-        outer, inner, sizes, kept = _chunked(node, dim, big, parts[0], 0)
-        return _from_letters(node, [inner] * len(parts), [outer], sizes, kept, linear=together)
+        outer, inner, sizes, kept = _chunked(dim, big, parts[0], 0)
+        return _from_letters([inner] * len(parts), [outer], sizes, kept, linear=together)
     dims, sizes = _letters(big, "d")
     operands = [(*dims[:dim], (f"p{i}",), *dims[dim + 1 :]) for i in range(len(parts))]
     sizes.update({f"p{i}": part[dim] for i, part in enumerate(parts)})
     kept = {f"d{dim}", *(f"p{i}" for i in range(len(parts)))}
-    return _from_letters(node, operands, [dims], sizes, kept, linear=together)
+    return _from_letters(operands, [dims], sizes, kept, linear=together)
 
 
 def padded(node: Node) -> BoundRule:
     """Padded dims are whole."""
     (operand,), (result,) = shapes_of(node)
     dims, sizes = _letters(operand, "d")
-    pads = _argument(node, 1, "pad")  # (before, after) from the last dim on; [1, -1] shifts at an equal size
+    pads = argument(node, 1, "pad")  # (before, after) from the last dim on; [1, -1] shifts at an equal size
     changed = [d for d in range(len(operand)) if any(pads[2 * (len(operand) - 1 - d) :][:2])]
     outer = tuple((f"y{d}",) if d in changed else dims[d] for d in range(len(operand)))
     sizes.update({f"y{d}": result[d] for d in changed})
     kept = {name for d in changed for name in (f"d{d}", f"y{d}")}
-    return _from_letters(node, [dims], [outer], sizes, kept)
+    return _from_letters([dims], [outer], sizes, kept)
 
 
 # -- reductions, normalisation -----------------------------------------------------------------------------------
@@ -312,100 +314,97 @@ def reduction(op: str, linear: str = "") -> Callable[[Node], BoundRule]:
     def rule(node: Node) -> BoundRule:
         (operand,), results = shapes_of(node)
         dims, sizes = _letters(operand, "d")
-        which = _argument(node, 1, "dim")
-        keepdim = _argument(node, 2, "keepdim", False)
+        which = argument(node, 1, "dim")
+        keepdim = argument(node, 2, "keepdim", False)
         if not isinstance(which, (int, list, tuple)) or isinstance(which, bool) or which == []:
             which, keepdim = list(range(len(operand))), False
         which = {d % max(len(operand), 1) for d in ([which] if isinstance(which, int) else which)}
         result = tuple(() if d in which else dims[d] for d in range(len(operand)) if keepdim or d not in which)
         kept = {f"d{d}" for d in which} if len(results) > 1 else set()
         sets: Linear = ((0,),) if linear else ()
-        return _from_letters(node, [dims], [result] * len(results), sizes, kept, linear=sets, reduction=op)
+        return _from_letters([dims], [result] * len(results), sizes, kept, linear=sets, reduction=op)
 
     return rule
 
 
-def _normalised(node: Node, shape_argument: int, rank: int) -> int:
-    return rank - len(node.args[shape_argument])
+def _first_normalised(node: Node, shape_argument: int, rank: int) -> int:
+    return rank - len(argument(node, shape_argument, "normalized_shape"))
 
 
 def layer_norm(node: Node) -> BoundRule:
     """`... [d], d, d -> ... [d], ... 1, ... 1`"""
     operands, (result, statistic, _) = shapes_of(node)
     dims, sizes = _letters(result, "d")
-    first = _normalised(node, 1, len(result))
+    first = _first_normalised(node, 1, len(result))
     weights = [dims[first:]] * (len(operands) - 1)
     statistics = tuple(dims[i] if i < first else () for i in range(len(statistic)))
-    return _from_letters(
-        node, [dims, *weights], [dims, statistics, statistics], sizes, {f"d{i}" for i in range(first, len(result))}
-    )
+    kept = {f"d{i}" for i in range(first, len(result))}
+    return _from_letters([dims, *weights], [dims, statistics, statistics], sizes, kept)
 
 
 def layer_norm_backward(node: Node) -> BoundRule:
     """`... [d], ... [d], ... 1, ... 1, d, d -> ... [d], d, d`: the weights' gradients are partial over split rows."""
     operands, results = shapes_of(node)
     dims, sizes = _letters(operands[0], "d")
-    first = _normalised(node, 2, len(dims))
+    first = _first_normalised(node, 2, len(dims))
     statistics = tuple(dims[i] if i < first else () for i in range(len(operands[2])))
     weights = [dims[first:]] * (len(operands) - 4)
     outputs = [dims if len(shape) == len(dims) and i == 0 else dims[first:] for i, shape in enumerate(results)]
     kept = {f"d{i}" for i in range(first, len(dims))}
-    return _from_letters(node, [dims, dims, statistics, statistics, *weights], outputs, sizes, kept)
+    return _from_letters([dims, dims, statistics, statistics, *weights], outputs, sizes, kept)
 
 
 # -- index family ------------------------------------------------------------------------------------------------
 def gather(node: Node) -> BoundRule:
     """The index's values run over the gathered dim: split, the result is a masked partial sum."""
     (operand, index), _ = shapes_of(node)
-    dim = node.args[1] % len(operand)
+    dim = argument(node, 1, "dim") % len(operand)
     dims, sizes = _letters(index, "d")
-    return _indexed(node, dim, dims, sizes, operand, operand_list=("value", "index"))
+    return _indexed(dim, dims, sizes, operand)
 
 
 def scatter_add(node: Node) -> BoundRule:
     """`scatter_add(x, dim, index, source)`: source values that fall outside a shard are masked to zero."""
     (operand, index, _), _ = shapes_of(node)
-    dim = node.args[1] % len(operand)
+    dim = argument(node, 1, "dim") % len(operand)
     dims, sizes = _letters(index, "d")
-    return _indexed(node, dim, dims, sizes, operand, operand_list=("value", "index", "source"))
+    return _indexed(dim, dims, sizes, operand, is_scatter=True)
 
 
 def embedding_backward(node: Node) -> BoundRule:
     """`... d, {v}... -> v d`; gradients scaled by how often an index stands need all indices."""
-    (gradient, index), (result,) = shapes_of(node)
-    by_frequency = bool(_argument(node, 4, "scale_grad_by_freq", False))
+    (_, index), (result,) = shapes_of(node)
+    by_frequency = bool(argument(node, 4, "scale_grad_by_freq", False))
     rows = tuple(f"r{i}" for i in range(len(index)))
     sizes = {**dict(zip(rows, index, strict=True)), "v": result[0], "d": result[1]}
     rows_dims = tuple((row,) for row in rows)
     kept = {*rows, "v"} if by_frequency else set()
-    operands, results = [(*rows_dims, ("d",)), rows_dims], [(("v",), ("d",))]
-    return _from_letters(node, operands, results, sizes, kept, ((0,),), indexes={1: "v"})
+    gradient: Dims = (*rows_dims, ("d",))
+    return _from_letters([gradient, rows_dims], [(("v",), ("d",))], sizes, kept, ((0,),), indexes={1: "v"})
 
 
-def _indexed(
-    node: Node, dim: int, dims: Dims, sizes: dict[str, int], operand: Shape, operand_list: tuple[str, ...]
-) -> BoundRule:
+def _indexed(dim: int, dims: Dims, sizes: dict[str, int], operand: Shape, is_scatter: bool = False) -> BoundRule:
+    """Index dims that are shorter than the operand's are whole on both sides; `v` is the dim that is indexed."""
     outer = (*dims[:dim], ("v",), *dims[dim + 1 :])
     ragged = {f"x{d}": operand[d] for d in range(len(operand)) if d != dim and operand[d] != sizes[f"d{d}"]}
     outer = tuple((f"x{d}",) if f"x{d}" in ragged else outer[d] for d in range(len(outer)))
     kept = {*ragged, *(name.replace("x", "d") for name in ragged)}
     sizes = {**sizes, **ragged, "v": operand[dim]}
-    is_scatter = "source" in operand_list
     operands = [outer, dims, dims] if is_scatter else [outer, dims]
     kept = kept | ({f"d{dim}"} if is_scatter else set())
     linear: Linear = ((0, 2),) if is_scatter else ((0,),)
-    return _from_letters(node, operands, [outer if is_scatter else dims], sizes, kept, linear, indexes={1: "v"})
+    return _from_letters(operands, [outer if is_scatter else dims], sizes, kept, linear, indexes={1: "v"})
 
 
 # -- attention ---------------------------------------------------------------------------------------------------
-def _attention_letters(node: Node, q: Node, k: Node, causal: bool) -> tuple[dict[str, int], set[str]]:
+def _attention_letters(q: Node, k: Node, causal: bool) -> tuple[dict[str, int], set[str]]:
     batch, heads, length, width = (int(n) for n in q.meta["val"].shape)
     _, groups, keys, _ = (int(n) for n in k.meta["val"].shape)
     sizes = {"b": batch, "k": groups, "g": heads // groups, "s": length, "t": keys, "d": width}
     return sizes, {"t", "d", *(("s",) if causal else ())}
 
 
-def _mask_dims(mask: Node, sizes: dict[str, int]) -> Dims:
+def _mask_dims(mask: Node) -> Dims:
     full: Dims = (("b",), ("k", "g"), ("s",), ("t",))
     shape = tuple(int(n) for n in mask.meta["val"].shape)
     return tuple(() if n == 1 else dim for n, dim in zip(shape, full[4 - len(shape) :], strict=True))
@@ -420,17 +419,15 @@ def attention(node: Node) -> BoundRule:
     """`b (k g) s [d], b k [t] [d], b k [t] [d] -> b (k g) s [d], b (k g) s`; a causal query's `s` is whole."""
     q, k, _, mask, causal = node.args[:5]
     assert isinstance(q, Node) and isinstance(k, Node)
-    sizes, kept = _attention_letters(node, q, k, bool(causal))
-    masks = [_mask_dims(mask, sizes)] if isinstance(mask, Node) else []
-    return _from_letters(node, [_Q, _KV, _KV, *masks], [_Q, _LSE], sizes, kept)
+    sizes, kept = _attention_letters(q, k, bool(causal))
+    masks = [_mask_dims(mask)] if isinstance(mask, Node) else []
+    return _from_letters([_Q, _KV, _KV, *masks], [_Q, _LSE], sizes, kept)
 
 
 def attention_backward(node: Node) -> BoundRule:
     """dq follows the query; dk and dv are partial over split query groups and positions."""
     _, q, k, _, mask, _, _, causal = node.args[:8]
     assert isinstance(q, Node) and isinstance(k, Node)
-    sizes, kept = _attention_letters(node, q, k, bool(causal))
-    masks = [_mask_dims(mask, sizes)] if isinstance(mask, Node) else []
-    return _from_letters(node, [_Q, _Q, _KV, _KV, *masks, _Q, _LSE], [_Q, _KV, _KV], sizes, kept, linear=((0,),))
-
-
+    sizes, kept = _attention_letters(q, k, bool(causal))
+    masks = [_mask_dims(mask)] if isinstance(mask, Node) else []
+    return _from_letters([_Q, _Q, _KV, _KV, *masks, _Q, _LSE], [_Q, _KV, _KV], sizes, kept, linear=((0,),))

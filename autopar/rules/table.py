@@ -1,21 +1,23 @@
 """The table of sharding rules: one line per op.
 
-A row is the op's name (with its overload where that matters: `aten.max.other`), its rules in the notation (the one whose operands fit the node is taken), and the operands in
-which the op is linear: `"0|1"` is linear in each alone, `"01"` in both jointly. Rules that depend on an op's
-attributes are functions from the node to a `BoundRule`; pointwise ops have one rule from their tag.
+A row is the op's name (with its overload where that matters: `aten.max.other`), its rules in the notation (the one
+whose operands fit the node is taken), and the operands in which the op is linear: `"0|1"` is linear in each alone,
+`"01"` in both jointly. Rules that depend on an op's attributes are functions from the node to a `BoundRule`; pointwise
+ops have one rule from their tag.
 """
 
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from autopar.errors import RuleError
+from autopar.errors import CaptureError, RuleError
 from autopar.rules import shapes
 from autopar.rules.nodes import op_name, shapes_of
 from autopar.rules.notation import BoundRule, Linear, bind, parse_rule
@@ -123,8 +125,33 @@ _ROWS: dict[str, Entry] = {
     "accumulate": _texts("0", "... -> ..."),
 }
 
+
 def has_rule(node: Node) -> bool:
+    """Whether the table, or the pointwise tag, says how the op may be split."""
     return _entry(node) is not None
+
+
+def check_rules(graph: Graph) -> None:
+    """Warns of each op without a rule, and refuses random ones: every rank would draw numbers of its own.
+
+    Raises `CaptureError` naming the user's line.
+    """
+    told: set[str] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        name, where = op_name(node), node.meta.get("source") or node.meta.get("path") or "the model"
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CaptureError(
+                f"{name} ({where}): random ops can't be split over ranks yet; set dropout to 0 or call model.eval()"
+            )
+        if not has_rule(node) and name not in told:
+            told.add(name)
+            warnings.warn(
+                f"{name} ({where}) has no sharding rule: it runs whole on every rank; add one with autopar.rule",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def rule_of(node: Node) -> BoundRule:

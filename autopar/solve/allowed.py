@@ -1,21 +1,21 @@
 """What the user's pins leave to the solver: a predicate on (node, rule, choice).
 
-| pin                | what it asks of each node                                                                     |
-|--------------------|-----------------------------------------------------------------------------------------------|
-| `dp=N`             | where the node has the batch, dp splits it; nothing else of the activations                     |
-| `tp=N`             | matmuls with a weight split `in` or `out` over tp, attention its heads; nothing splits the batch |
-| `zero=0`           | dp splits no parameter, gradient or state, and no part of the update                          |
-| `zero=1`           | dp splits the optimizer state; gradients are reduced once a step                              |
-| `zero=2`           | and the accumulated gradients                                                                 |
-| `zero=3`           | and the parameters at rest, gathered anew by each microbatch                                  |
-| `GLOB: AXIS=what`  | the axis splits `what` in the nodes of the modules that match                                 |
+| pin               | what it asks of each node                                                                      |
+|-------------------|------------------------------------------------------------------------------------------------|
+| `dp=N`            | where the node has the batch, dp splits it; nothing else of the activations                    |
+| `tp=N`            | matmuls with a weight split `in` or `out` over tp, attention its heads; the batch isn't split    |
+| `zero=0`          | dp splits no parameter, gradient or state, and no part of the update                           |
+| `zero=1`          | dp splits the optimizer state; gradients are reduced once a step                               |
+| `zero=2`          | and the accumulated gradients                                                                  |
+| `zero=3`          | and the parameters at rest, gathered anew by each microbatch                                   |
+| `GLOB: AXIS=what` | the axis splits `what` in the nodes of the modules that match                                  |
 
 A pin asks only where it can be met: a factor that doesn't divide, or that the rule keeps whole, is left free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -26,10 +26,8 @@ from autopar.mesh import Mesh
 from autopar.pins import Pins
 from autopar.rules.choices import Choice, Split, splittable
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import op_name, tensor_operands
+from autopar.rules.nodes import node_argument, op_name, tensor_operands
 from autopar.solve.costs import MATMULS
-
-Allowed = Callable[[Node, LeafRule, Choice], bool]
 
 _LETTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "in": {"autopar.linear": ("i",), "autopar.linear_dx": ("i",), "autopar.linear_dw": ("i",)},
@@ -46,6 +44,10 @@ class _Want:
 
     axis: str
     factors: frozenset[int]
+
+    def allows(self, split: Split | None) -> bool:
+        factor = -1 if split is None else split.factor
+        return factor in self.factors if self.factors else factor < 0
 
 
 @dataclass(slots=True)
@@ -64,17 +66,10 @@ class PinRules:
         by_axis = {split.axis: split for split in choice}
         if node not in self._wants:
             self._wants[node] = tuple(self._module_wants(node, rule))
-        for want in self._wants[node]:
-            split = by_axis.get(want.axis)
-            if (split is None) if want.factors else (split is not None and split.factor >= 0):
-                return False
-            if want.factors and (split is None or split.factor not in want.factors):
-                return False
-        pinned = {want.axis for want in self._wants[node]}
-        for axis in self.mesh.spmd.names:
-            if axis not in pinned and not self._axis_allows(axis, node, rule, by_axis.get(axis)):
-                return False
-        return True
+        if not all(want.allows(by_axis.get(want.axis)) for want in self._wants[node]):
+            return False
+        free = [axis for axis in self.mesh.spmd.names if all(want.axis != axis for want in self._wants[node])]
+        return all(self._axis_allows(axis, node, rule, by_axis.get(axis)) for axis in free)
 
     # -- pins of whole axes ------------------------------------------------------------------------------------
     def _axis_allows(self, axis: str, node: Node, rule: LeafRule, split: Split | None) -> bool:
@@ -109,8 +104,7 @@ class PinRules:
         first = {"state": 1, "accumulator": 2, "param": 3, "gathered": 3}[kind]
         if zero < first:
             return not is_split
-        can = any(splittable(rule, f) and rule.factors[f].size % self.mesh.size("dp") == 0 for f in range(len(rule.factors)))
-        return is_split or not can
+        return is_split or not self._usable(rule, "dp", range(len(rule.factors)))
 
     def _tp_allows(self, node: Node, rule: LeafRule, split: Split | None) -> bool:
         if split is not None and split.factor >= 0 and rule.factors[split.factor].atom in self.batch:
@@ -213,5 +207,5 @@ def _plain_weight_dims(node: Node) -> tuple[frozenset[int], frozenset[int]] | No
 
 def _is_parameter(node: Node) -> bool:
     while node.op == "call_function" and op_name(node) in ("relay", "aten.t", "aten.transpose", "aten._to_copy"):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node_argument(node, 0)
     return node.op == "placeholder" and node.meta["role"].kind == "param"

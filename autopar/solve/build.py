@@ -86,6 +86,11 @@ class BuiltProblem:
         }
 
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether forward values may be computed again."""
+        return any(options[0].mode is not None for options in self.strategies)
+
     def recomputed(self, solution: Sequence[int]) -> list[Node]:
         """The forward nodes that run again; views only where they'd otherwise be kept, or bring a move with them."""
         options = [options[pick] for options, pick in zip(self.strategies, solution, strict=True)]

@@ -63,6 +63,7 @@ def ways(choice: Choice, mesh: Mesh) -> int:
 
 
 def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
+    """Bytes of a value on one rank."""
     return math.prod(layout.global_shape) / layout.num_shards(mesh) * element_bytes
 
 

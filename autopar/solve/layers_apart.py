@@ -20,8 +20,9 @@ TIME_LIMIT_S = 20.0
 
 
 def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solution:
-    """`found`, or a better solution with the same layouts; `problem` is `built.problem` under other limits."""
-    if not found.choice or not any(options[0].mode for options in built.strategies):
+    """The best solution with the layouts of `found`, which may break the limits of `problem`: `built.problem` under
+    other limits. Without recompute it is `found`."""
+    if not found.choice or not built.has_modes:
         return found
     kept = [
         np.array([i for i, option in enumerate(options) if replace(option, mode=options[pick].mode) == options[pick]])
@@ -29,6 +30,8 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
     ]
     hint = tuple(int(np.searchsorted(left, pick)) for left, pick in zip(kept, found.choice, strict=True))
     solution = solve(restricted(problem, kept), gap=1e-4, time_limit_s=TIME_LIMIT_S, hint=hint)
+    if not solution.choice:
+        return solution
     choice = tuple(int(left[pick]) for left, pick in zip(kept, solution.choice, strict=True))
     return replace(found, choice=choice, objective=solution.objective, bound=min(found.bound, solution.objective))
 

@@ -24,7 +24,6 @@ from autopar.solve.build import BuiltProblem
 from autopar.solve.problem import Solution, evaluate
 from autopar.solve.search import solve
 
-
 SMALL = 4000
 """Nodes up to which a problem that doesn't fit with equal layers is solved with each layer free."""
 
@@ -67,7 +66,8 @@ def share(built: BuiltProblem) -> Shared:
     for number, node in zip(group, built.problem.nodes, strict=True):
         members[number].append(node)
     nodes = tuple(_merged(members[number]) for number in range(len(numbers)))
-    return Shared(dataclasses.replace(built.problem, nodes=nodes, edges=_merged_edges(built.problem.edges, group)), group)
+    edges = _merged_edges(built.problem.edges, group)
+    return Shared(dataclasses.replace(built.problem, nodes=nodes, edges=edges), group)
 
 
 def _signature(key: str, priced: abstract.Node, strategies: Sequence[Hashable]) -> Hashable:

@@ -33,12 +33,29 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-warnings.filterwarnings("ignore", category=FutureWarning)
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend `fake`
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autopar import TrainStep
+from autopar.compiling import compile
+from autopar.planning import plan
+from autopar.plans import Plan
+from autopar.program.launch import run_ranks
 
 RANKS = 2
 SEQUENCE = 256
@@ -52,6 +69,9 @@ PAIRS = (
     ("autopar tp2", "DTensor TP+SP"),
 )
 """Which excess is set in relation to which."""
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+"""The linear layers whose outputs, and whose inputs, tensor parallelism splits."""
 
 Step = Callable[[], float]
 
@@ -74,16 +94,20 @@ class Size:
 
 
 def llama(size: Size) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     heads = size.width // 64
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=size.width, intermediate_size=size.width * 8 // 3 // 16 * 16,
-            num_hidden_layers=size.layers, num_attention_heads=heads, num_key_value_heads=heads,
-            max_position_embeddings=SEQUENCE, use_cache=False, attn_implementation="sdpa",
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=size.width,
+            intermediate_size=size.width * 8 // 3 // 16 * 16,
+            num_hidden_layers=size.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=SEQUENCE,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
     )
 
 
@@ -124,10 +148,6 @@ class _Done:
 
 
 def autopar_step(name: str, size: Size, folder: str, is_floor: bool) -> Step:
-    from autopar import TrainStep
-    from autopar.compiling import compile
-    from autopar.plans import Plan
-
     batch = batch_of(size)
     program = compile(TrainStep(llama(size), batch, optimizer=optimizer_of), Plan.load(f"{folder}/{name}.json"))
     trainer = program.start()
@@ -138,9 +158,6 @@ def autopar_step(name: str, size: Size, folder: str, is_floor: bool) -> Step:
 
 def save_plans(names: Sequence[str], size: Size, folder: str) -> None:
     """Plans of the autopar systems among `names`, for the ranks to load."""
-    from autopar import TrainStep
-    from autopar.planning import plan
-
     for name in names:
         if name in PINS:
             step = TrainStep(llama(size), batch_of(size), optimizer=optimizer_of)
@@ -181,8 +198,6 @@ def _keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses 
 
 
 def fsdp2(size: Size, mesh: DeviceMesh) -> Step:
-    from torch.distributed.fsdp import fully_shard
-
     model = llama(size)
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh)  # type: ignore[arg-type]
@@ -192,58 +207,45 @@ def fsdp2(size: Size, mesh: DeviceMesh) -> Step:
 
 def dtensor_tp(size: Size, mesh: DeviceMesh) -> Step:
     """Columns, then rows: two all-reduces per layer forward and two backward; the vocabulary split at both ends."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     model = llama(size)
-    parallelize_module(model, mesh, {
+    ends = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    })  # fmt: skip
+    }
+    inner = {n: ColwiseParallel() for n in COLUMNS} | {n: RowwiseParallel() for n in ROWS}
+    parallelize_module(model, mesh, ends)
     for layer in model.model.layers:  # type: ignore[union-attr]
-        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        rows = ("self_attn.o_proj", "mlp.down_proj")
-        plan = {n: ColwiseParallel() for n in columns} | {n: RowwiseParallel() for n in rows}
-        parallelize_module(layer, mesh, plan)
+        parallelize_module(layer, mesh, inner)
     return _with_loss_parallel(torch_step(model, batch_of(size)))
 
 
 def dtensor_tp_sp(size: Size, mesh: DeviceMesh) -> Step:
     """torchtitan's plan for Llama: activations between the blocks split along the sequence."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     model = llama(size)
-    parallelize_module(model, mesh, {
+    ends = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    })  # fmt: skip
-    gathered = {"input_kwarg_layouts": {"hidden_states": Shard(1)}, "desired_input_kwarg_layouts": {"hidden_states": Replicate()}}
+    }
+    gathers = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+    )
+    inner = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": gathers,
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{n: ColwiseParallel() for n in COLUMNS},
+        **{n: RowwiseParallel(output_layouts=Shard(1)) for n in ROWS},
+    }
+    parallelize_module(model, mesh, ends)
     for layer in model.model.layers:  # type: ignore[union-attr]
-        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        rows = ("self_attn.o_proj", "mlp.down_proj")
-        parallelize_module(layer, mesh, {
-            "input_layernorm": SequenceParallel(),
-            "post_attention_layernorm": SequenceParallel(),
-            "self_attn": PrepareModuleInput(**gathered),
-            "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-            **{n: ColwiseParallel() for n in columns},
-            **{n: RowwiseParallel(output_layouts=Shard(1)) for n in rows},
-        })  # fmt: skip
+        parallelize_module(layer, mesh, inner)
     positions = torch.arange(SEQUENCE).unsqueeze(0)  # else HF counts the rank's own positions
     return _with_loss_parallel(torch_step(model, {**batch_of(size), "position_ids": positions}))
 
 
 def _with_loss_parallel(step: Step) -> Step:
-    from torch.distributed.tensor.parallel import loss_parallel
-
     def wrapped() -> float:
         with loss_parallel():
             return step()
@@ -263,8 +265,6 @@ SYSTEMS = (*PINS, *TORCH)
 # -- measuring ----------------------------------------------------------------------------------------------------
 def rank_main(names: Sequence[str], size: Size, seconds: float, folder: str) -> None:
     """One rank: builds every system and its floor, then takes turns; writes its times."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend `fake`
-
     dist.init_process_group("gloo")
     torch.set_flush_denormal(True)
     ranks = list(range(RANKS))
@@ -283,7 +283,9 @@ def rank_main(names: Sequence[str], size: Size, seconds: float, folder: str) -> 
     os._exit(0)  # groups that live in DTensors' meshes would hold up the interpreter's end
 
 
-def take_turns(steps: dict[str, Step], seconds: float, warmup: int = 2) -> tuple[dict[str, list[float]], dict[str, float]]:
+def take_turns(
+    steps: dict[str, Step], seconds: float, warmup: int = 2
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Per step, its times in the rounds, and the loss after the warm-up."""
     losses = {}
     for _ in range(warmup):
@@ -305,8 +307,6 @@ def take_turns(steps: dict[str, Step], seconds: float, warmup: int = 2) -> tuple
 
 def measure(names: Sequence[str], size: Size, seconds: float) -> dict[str, Any]:
     """Runs the ranks; the table's rows for one size."""
-    from autopar.program.launch import run_ranks
-
     with tempfile.TemporaryDirectory() as folder:
         save_plans(names, size, folder)
         shape = [f"{size.layers}x{size.width}", str(size.tokens), str(seconds), folder]
@@ -315,24 +315,35 @@ def measure(names: Sequence[str], size: Size, seconds: float) -> dict[str, Any]:
             raise SystemExit(f"{size}: the ranks ended with status {status}")
         ranks = [json.loads(Path(f"{folder}/times{rank}.json").read_text()) for rank in range(RANKS)]
     times = {n: [max(both) for both in zip(*(r["times"][n] for r in ranks), strict=True)] for n in ranks[0]["times"]}
-    return {"size": str(size), "rounds": len(next(iter(times.values()))), "rows": rows_of(names, times, ranks[0]["losses"])}
+    rows = rows_of(names, times, ranks[0]["losses"])
+    return {"size": str(size), "rounds": len(next(iter(times.values()))), "rows": rows}
 
 
 def rows_of(names: Sequence[str], times: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
-    excess = {
-        name: statistics.median(a - b for a, b in zip(times[name], times[f"{name}|floor"], strict=True)) for name in names
-    }
+    pairs = {name: zip(times[name], times[f"{name}|floor"], strict=True) for name in names}
+    excess = {name: statistics.median(a - b for a, b in pairs[name]) for name in names}
     best = min(statistics.median(times[f"{name}|floor"]) for name in names)
     rows = []
     for name in names:
         step, floor = statistics.median(times[name]), statistics.median(times[f"{name}|floor"])
-        ratios = {peer: excess[name] / excess[peer] for own, peer in PAIRS if own == name and peer in names}
-        rows.append({
-            "system": name, "step_s": step, "floor_s": floor, "excess_s": excess[name], "over_best_floor_s": step - best,
-            "loss": losses[name], "excess_ratio": ratios,
-            "step_ratio": {peer: statistics.median(a / b for a, b in zip(times[name], times[peer], strict=True)) for peer in ratios},
-        })  # fmt: skip
+        peers = [peer for own, peer in PAIRS if own == name and peer in names]
+        rows.append(
+            {
+                "system": name,
+                "step_s": step,
+                "floor_s": floor,
+                "excess_s": excess[name],
+                "over_best_floor_s": step - best,
+                "loss": losses[name],
+                "excess_ratio": {peer: excess[name] / excess[peer] for peer in peers},
+                "step_ratio": {peer: _median_ratio(times[name], times[peer]) for peer in peers},
+            }
+        )
     return rows
+
+
+def _median_ratio(own: Sequence[float], peer: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(own, peer, strict=True))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -345,7 +356,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             "|---|---|---|---|---|---|",
         ]
         for row in result["rows"]:
-            excess, step = ("; ".join(f"{r:.2f} {n}" for n, r in row[key].items()) for key in ("excess_ratio", "step_ratio"))
+            ratios = [row["excess_ratio"], row["step_ratio"]]
+            excess, step = ("; ".join(f"{r:.2f} {n}" for n, r in ratio.items()) for ratio in ratios)
             ms = " | ".join(f"{row[key] * 1e3:.0f}" for key in ("step_s", "floor_s", "excess_s"))
             lines.append(f"| {row['system']} | {ms} | {excess} | {step} |")
         lines.append("")
@@ -361,6 +373,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     if arguments.rank:
         shape, tokens, seconds, folder = arguments.rank

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from autopar import TrainStep
 from autopar.compiling import compile
@@ -54,22 +55,25 @@ def gpt() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     return GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
-        )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=False,
     )
+    return LlamaForCausalLM(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"example GPT": gpt, "HF GPT-2": gpt2, "HF Llama": llama}
@@ -136,7 +140,9 @@ def rank_main(name: str, plan_file: str, result_file: str, steps: int) -> None:
         torch.save({"losses": losses, "weights": weights}, result_file)
 
 
-def measured(name: str, strategy: str, steps: int, expected: tuple[list[float], dict[str, Tensor]]) -> dict[str, object]:
+def measured(
+    name: str, strategy: str, steps: int, expected: tuple[list[float], dict[str, Tensor]]
+) -> dict[str, object]:
     """One row: plan, verify, run on real ranks, compare."""
     ranks, pins = STRATEGIES[strategy]
     step = training_step(name)
@@ -168,15 +174,17 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    lines = ["| model | plan | mesh | verify (float64) | loss, 20 steps | final parameters |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model | plan | mesh | verify (float64) | loss, 20 steps | final parameters |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         if "failed" in row:
             lines.append(f"| {row['model']} | {row['plan']} | {row['mesh']} | failed | status {row['failed']} | |")
             continue
         verdict = f"{row['float64']:.0e}" if row["verified"] else "NOT EQUAL"
-        lines.append(
-            f"| {row['model']} | {row['plan']} | {row['mesh']} | {verdict} | {row['loss']:.1e} | {row['parameters']:.1e} |"
-        )
+        numbers = f"{verdict} | {row['loss']:.1e} | {row['parameters']:.1e}"
+        lines.append(f"| {row['model']} | {row['plan']} | {row['mesh']} | {numbers} |")
     return "\n".join(lines)
 
 

@@ -114,6 +114,8 @@ class _Joiner:
                 if sources or node.meta["phase"] == "backward":
                     needs_parameter.add(node)
                     self.stage[node] = self._stage_of(node, unit, paths)
+                    if node.meta["phase"] == "forward" and node.meta.get("path"):
+                        paths.setdefault(node.meta["path"], self.stage[node])
                 elif self.cut.num_stages > 1:
                     self.free.add(node)
                 else:

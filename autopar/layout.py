@@ -101,9 +101,7 @@ class Layout:
 
     def drop(self, axis: str) -> Layout:
         """This layout with `axis` neither splitting a factor nor partial."""
-        dims = tuple(
-            tuple(Factor(f.size, tuple(a for a in f.axes if a != axis)) for f in dim) for dim in self.dims
-        )
+        dims = tuple(tuple(Factor(f.size, tuple(a for a in f.axes if a != axis)) for f in dim) for dim in self.dims)
         return Layout(dims, tuple(pair for pair in self.partial if pair[0] != axis))
 
     def _with_factor(self, position: Position, factor: Factor) -> Layout:

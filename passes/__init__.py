@@ -17,7 +17,6 @@ from typing import Any
 from torch.fx import Graph
 
 from autopar.program.parts import Part, Pipeline, StageProgram
-from passes.advance_reductions import advance_reductions
 from passes.bucket_collectives import bucket_collectives
 from passes.check_layouts import check_layouts
 from passes.context import Context
@@ -25,6 +24,7 @@ from passes.eliminate_dead_code import eliminate_dead_code
 from passes.insert_moves import insert_moves
 from passes.lay_out import lay_out
 from passes.localise_shapes import localise_shapes
+from passes.place_reductions import place_reductions
 from passes.recompute import recompute
 from passes.reinplace import reinplace
 from passes.schedule_collectives import schedule_collectives
@@ -32,7 +32,7 @@ from passes.share_equal_nodes import share_equal_nodes
 from passes.simplify import simplify
 from passes.split_stages import split_stages
 
-STEP_PASSES = (lay_out, insert_moves, localise_shapes, recompute, advance_reductions)
+STEP_PASSES = (lay_out, insert_moves, localise_shapes, recompute, place_reductions)
 """Graph → graph, on the whole step."""
 
 PART_PASSES = (simplify, share_equal_nodes, eliminate_dead_code, bucket_collectives, schedule_collectives, reinplace)

@@ -122,10 +122,12 @@ class _Splitter:
 
     # -- graphs ------------------------------------------------------------------------------------------------
     def stage(self, index: int) -> StageProgram:
+        phases = {phase for _, phase in self.part_of.values()}
+        always = {"forward", "backward"} & phases  # the schedule has an action for each, though it may do nothing
         parts = {}
         for name in PARTS:
             nodes = [n for n in self.graph.nodes if self.part_of.get(n) == (index, name)]
-            if nodes or self.outputs[index, name]:
+            if nodes or self.outputs[index, name] or name in always:
                 parts[name] = self._part(index, name, nodes)
         return StageProgram(index, parts, self.values[index])
 
@@ -163,5 +165,3 @@ def _placeholder(graph: Graph, source: Node, slot: Slot, slots: list[Slot]) -> N
     node.meta = {**source.meta, "slot": slot}
     slots.append(slot)
     return node
-
-

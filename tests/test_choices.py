@@ -68,7 +68,11 @@ def test_axes_that_share_a_factor_must_divide_it_together() -> None:
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2 tp=2"])
 def test_text_parses_back(mesh: str) -> None:
-    for node in (MM, node_of(own.linear.default, t(2, 6, 4), t(4, 4), t(4)), node_of(aten.embedding.default, t(8, 4), index(6))):
+    for node in (
+        MM,
+        node_of(own.linear.default, t(2, 6, 4), t(4, 4), t(4)),
+        node_of(aten.embedding.default, t(8, 4), index(6)),
+    ):
         found = rule(node)
         for choice in enumerate_choices(found, Mesh.parse(mesh)):
             assert parse_choice(found, choice_text(found, choice)) == choice

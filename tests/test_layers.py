@@ -55,5 +55,3 @@ def test_cuts() -> None:
 def test_more_stages_than_units() -> None:
     with pytest.raises(PlanError, match="4 stages asked for, but the model has 3 units"):
         Cut.from_boundaries(("a", "b", "c"), [0, 1, 2, 3])
-
-

@@ -112,7 +112,9 @@ def reshardable(rng: random.Random, mesh: Mesh) -> tuple[Layout, Layout]:
     return source, target
 
 
-def executed(path: list[tuple[Move, Layout]], source: Layout, target: Layout, mesh: Mesh, whole: torch.Tensor) -> torch.Tensor:
+def executed(
+    path: list[tuple[Move, Layout]], source: Layout, target: Layout, mesh: Mesh, whole: torch.Tensor
+) -> torch.Tensor:
     """The value in `source`, moved along `path` by the localised collectives on all ranks, put together again."""
     graph, mode = Graph(), FakeTensorMode()
     node = graph.placeholder("x")

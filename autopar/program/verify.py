@@ -304,9 +304,7 @@ def _compare_gradients(
         yield Difference(HALVES[1], index, f"grad:{name}", relative, EXACT)
 
 
-def _compare_values(
-    index: int, virtual: VirtualMesh, reference: Reference, present: set[Slot]
-) -> Iterator[Difference]:
+def _compare_values(index: int, virtual: VirtualMesh, reference: Reference, present: set[Slot]) -> Iterator[Difference]:
     for slot, value in reference.values.items():
         if slot in present:
             gathered = virtual.gather(slot, rtol=EXACT, atol=1e-12)

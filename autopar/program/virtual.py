@@ -309,9 +309,7 @@ _COLLECTIVES: dict[Any, Callable[[Mesh, list[Any]], Wide]] = {
 }
 
 
-def whole_value(
-    wide: Wide, layout: Layout, mesh: Mesh, name: str, rtol: float = 0.0, atol: float = 0.0
-) -> Tensor:
+def whole_value(wide: Wide, layout: Layout, mesh: Mesh, name: str, rtol: float = 0.0, atol: float = 0.0) -> Tensor:
     """The global value of all ranks' local tensors; raises `VerificationError` when replicas differ."""
     _check_replicas(wide, (*layout.split_axes, *dict(layout.partial)), mesh, name, rtol, atol)
     return layout.unshard(lambda at: wide[mesh.rank(at)], mesh)

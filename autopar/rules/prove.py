@@ -196,5 +196,3 @@ def _difference(got: list[Any], index: int, several: bool, layout: Layout, expec
         return float("inf")
     a, b = a[finite], b[finite]
     return float((a - b).abs().max() / (1 + b.abs().max())) if a.numel() else 0.0
-
-

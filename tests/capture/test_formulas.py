@@ -33,7 +33,9 @@ def step(batch, sequence):
 def counted(step):
     captured = step.capture()
     graph = annotated(captured, 1, Cut.single(units_of(captured.gradient.graph)[0])).graph
-    return sum(flops(n) for n in graph.nodes if n.op == "call_function" and "rule" in n.meta and n.meta["phase"] != "update")
+    return sum(
+        flops(n) for n in graph.nodes if n.op == "call_function" and "rule" in n.meta and n.meta["phase"] != "update"
+    )
 
 
 @pytest.mark.parametrize(("batch", "sequence"), [(2, 7), (5, 7), (2, 33)])

@@ -27,7 +27,9 @@ def graph() -> Graph:
         return torch.softmax(torch.mm(x, w), 1)
 
     made = step_graph(function, {"x": torch.randn(4, 8), "w": torch.randn(8, 4)})
-    context = context_of(made, str(MESH), {"batch:x": "dp=d0", "batch:w": "tp=d1", "aten.mm#0": "dp=m tp=n", "aten._softmax#0": "dp=d0"})
+    context = context_of(
+        made, str(MESH), {"batch:x": "dp=d0", "batch:w": "tp=d1", "aten.mm#0": "dp=m tp=n", "aten._softmax#0": "dp=d0"}
+    )
     return insert_moves(lay_out(made, context), context)
 
 
@@ -63,7 +65,9 @@ def test_a_stated_layout_that_does_not_follow() -> None:
     assert "derived" in fault(broken)
 
 
-@pytest.mark.parametrize(("arguments", "layout"), [(("tp", 0, 0), "[4@dp 4]"), (("tp", 1, 0), "[4@dp 4@tp]"), (("dp", 1, 0), "[4 4@tp]")])
+@pytest.mark.parametrize(
+    ("arguments", "layout"), [(("tp", 0, 0), "[4@dp 4]"), (("tp", 1, 0), "[4@dp 4@tp]"), (("dp", 1, 0), "[4 4@tp]")]
+)
 def test_a_move_that_does_not_lead_there(arguments: tuple[object, ...], layout: str) -> None:
     broken = graph()
     gather = next(node for node in broken.nodes if node.target is markers.gather)

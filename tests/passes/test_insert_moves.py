@@ -127,7 +127,11 @@ def test_state_comes_back_in_its_own_layout() -> None:
 def test_moves_run_where_their_consumer_does() -> None:
     graph, _ = moved(lambda x: torch.softmax(x, 1), {"x": X}, "tp=2", {"batch:x": "tp=d1"})
     (gather,) = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "gather"]
-    assert {key: gather.meta[key] for key in ("phase", "level", "stage")} == {"phase": "forward", "level": "step", "stage": 0}
+    assert {key: gather.meta[key] for key in ("phase", "level", "stage")} == {
+        "phase": "forward",
+        "level": "step",
+        "stage": 0,
+    }
 
 
 def test_operands_inside_a_list() -> None:

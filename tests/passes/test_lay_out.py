@@ -23,7 +23,9 @@ INPUTS = {"x": torch.randn(6, 4), "up": torch.randn(4, 8), "down": torch.randn(8
 
 def test_every_node_has_its_choice_and_layout() -> None:
     graph = step_graph(mlp, INPUTS)
-    context = context_of(graph, "tp=2", {"batch:up": "tp=d1", "aten.mm#0": "tp=n", "aten.relu#0": "tp=d1", "aten.mm#1": "tp=k"})
+    context = context_of(
+        graph, "tp=2", {"batch:up": "tp=d1", "aten.mm#0": "tp=n", "aten.relu#0": "tp=d1", "aten.mm#1": "tp=k"}
+    )
     lay_out(graph, context)
     layouts = {node.meta["key"]: str(node.meta["layout"]) for node in graph.nodes if node.op != "output"}
     assert layouts == {

@@ -85,7 +85,9 @@ def test_a_collective_runs_on_the_factors_and_leaves_the_dims() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return torch.mm(x.view(24, 5), w)
 
-    graph = checked(function, {"x": floats(4, 6, 5), "w": floats(5, 3)}, "tp=2", {"batch:x": "tp=d1", "aten.view#0": "tp=g1_0"})
+    graph = checked(
+        function, {"x": floats(4, 6, 5), "w": floats(5, 3)}, "tp=2", {"batch:x": "tp=d1", "aten.view#0": "tp=g1_0"}
+    )
     (gather,) = [node for node in graph.nodes if node.target is collectives.all_gather]
     assert gather.args[1:] == ("tp", 1)
     assert tuple(gather.args[0].meta["local_val"].shape) == (4, 3, 5)
@@ -143,7 +145,9 @@ def test_what_is_masked_out_may_be_infinite() -> None:
     table[4] = torch.inf
     choices = {"batch:table": "tp=d0", "aten.embedding#0": "tp=v"}
     rows = torch.tensor([7, 0, 3, 3, 1, 1])
-    checked(lambda table, rows: torch.nn.functional.embedding(rows, table), {"table": table, "rows": rows}, "tp=2", choices)
+    checked(
+        lambda table, rows: torch.nn.functional.embedding(rows, table), {"table": table, "rows": rows}, "tp=2", choices
+    )
 
 
 def test_what_localising_adds_runs_where_its_op_does() -> None:
@@ -180,7 +184,9 @@ def test_a_bias_is_added_once() -> None:
     ],
 )
 def test_a_range_starts_at_the_rank_s_offset(function: Callable[[Tensor], Tensor]) -> None:
-    graph = checked(function, {"x": torch.zeros(12)}, "dp=2 tp=3", {"aten.arange#0": "tp=a dp=a", "aten.add#0": "tp=d0 dp=d0"})
+    graph = checked(
+        function, {"x": torch.zeros(12)}, "dp=2 tp=3", {"aten.arange#0": "tp=a dp=a", "aten.add#0": "tp=d0 dp=d0"}
+    )
     assert "all_gather" in kinds(graph)
 
 

@@ -135,7 +135,9 @@ def test_coordinates_are_computed_by_each_part_that_needs_them() -> None:
     for seed in range(6):
         pipeline = random_pipeline(step_of("gpt", 1), Mesh.parse("dp=2"), seed, ())
         parts = pipeline.stages[0].parts.values()
-        with_coordinate = [p.name for p in parts if any(n.target is collectives.coordinate for n in p.graph.graph.nodes)]
+        with_coordinate = [
+            p.name for p in parts if any(n.target is collectives.coordinate for n in p.graph.graph.nodes)
+        ]
         if len(with_coordinate) > 1:
             return
     raise AssertionError("no plan has a coordinate in two parts")

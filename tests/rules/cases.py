@@ -208,7 +208,10 @@ CASES: dict[str, list[Case]] = {
         _layer_norm_backward((4, 6), 1, [False, True, True]),
         _layer_norm_backward((4, 6), 1, [True, False, False], affine=False),
     ],
-    "aten._softmax": [case(aten._softmax.default, t(4, 6), -1, False), case(aten._softmax.default, t(4, 6, 3), 1, False)],
+    "aten._softmax": [
+        case(aten._softmax.default, t(4, 6), -1, False),
+        case(aten._softmax.default, t(4, 6, 3), 1, False),
+    ],
     "aten._log_softmax": [case(aten._log_softmax.default, t(4, 6), 0, False)],
     "aten._softmax_backward_data": [case(aten._softmax_backward_data.default, t(4, 6), t(4, 6), -1, torch.float32)],
     "aten._log_softmax_backward_data": [
@@ -271,7 +274,10 @@ CASES: dict[str, list[Case]] = {
         case(aten._to_copy.default, index(4, 6), dtype=torch.bool),
         case(aten._to_copy.default, t(4, 6)),
     ],
-    "aten.clone": [case(aten.clone.default, t(4, 6)), case(aten.clone.default, index(6), memory_format=torch.contiguous_format)],
+    "aten.clone": [
+        case(aten.clone.default, t(4, 6)),
+        case(aten.clone.default, index(6), memory_format=torch.contiguous_format),
+    ],
     "aten.contiguous": [case(aten.contiguous.default, t(4, 6))],
     "aten.alias": [case(aten.alias.default, t(4, 6))],
     "aten.detach": [case(aten.detach.default, t(4, 6))],

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import autopar.composites  # noqa: F401  registers torch.ops.autopar
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.factors import Atoms
 
@@ -85,7 +86,7 @@ def fused_qkv(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_fused_qkv_splits_its_weight_by_part_then_head() -> None:
-    (x, weight), calls = traced(fused_qkv, (2, 8, 12), (36, 12))
+    (_, weight), calls = traced(fused_qkv, (2, 8, 12), (36, 12))
     assert sizes(weight) == ((3, 4, 3), (12,))  # (q, k or v), head, width of a head
     split = next(n for n in calls if n.target in (aten.split.Tensor, aten.split_with_sizes.default))
     assert sizes(split) == (((2,), (8,), (4, 3)),) * 3
@@ -93,8 +94,6 @@ def test_fused_qkv_splits_its_weight_by_part_then_head() -> None:
 
 
 def test_grouped_heads_refine_the_query_by_the_groups() -> None:
-    import autopar.composites  # noqa: F401
-
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         split = [x.view(2, 8, -1, 4).transpose(1, 2) for x in (q, k, v)]
         return torch.ops.autopar.attention(*split, None, True, 0.5)[0]
@@ -119,7 +118,7 @@ def test_rotary_halves_are_whole_in_one_factor_only() -> None:
 
 
 def test_ragged_slice_is_whole() -> None:
-    (x,), (sliced,) = traced(lambda x: x[1:5], (7, 3))
+    _, (sliced,) = traced(lambda x: x[1:5], (7, 3))
     assert whole_letters(sliced) == {"x", "d0"}
 
 
@@ -143,9 +142,7 @@ def test_state_that_must_come_back_alike_is_refined_alike() -> None:
 
 
 def test_equal_atoms_are_one_dim_across_the_graph() -> None:
-    (x, weight), (flat, product, back) = traced(
-        lambda x, w: torch.mm(x.view(16, 6), w).view(2, 8, 5), (2, 8, 6), (6, 5)
-    )
+    (x, _), (*_, back) = traced(lambda x, w: torch.mm(x.view(16, 6), w).view(2, 8, 5), (2, 8, 6), (6, 5))
     rule = back.meta["rule"]
     batch = x.meta["rule"].factors[0].atom
     assert rule.factors[rule.results[0][0][0]].atom == batch

@@ -15,18 +15,30 @@ from tests.rules.test_table import ties
 
 aten = torch.ops.aten
 
-UNARY = """abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc exp exp2 expm1 floor frac gelu hardsigmoid hardtanh
-isfinite isinf isnan leaky_relu log log10 log1p log2 logical_not logit mish nan_to_num neg reciprocal relu relu6 round rsqrt
-selu sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan tanh trunc erfinv digamma lgamma i0 elu celu
-hardshrink softshrink positive special_entr special_log_ndtr""".split()
 
-BINARY = """add.Tensor sub.Tensor mul.Tensor div.Tensor maximum.default minimum.default pow.Tensor_Tensor atan2.default
-fmod.Tensor remainder.Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logaddexp.default hypot.default
-copysign.Tensor fmax.default fmin.default heaviside.default xlogy.Tensor sigmoid_backward.default tanh_backward.default
-silu_backward.default gelu_backward.default logical_and.default logical_or.default nextafter.default""".split()
+def words(text: str) -> list[str]:
+    return text.split()
 
-SCALAR = """add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar pow.Tensor_Scalar eq.Scalar ne.Scalar lt.Scalar
-le.Scalar gt.Scalar ge.Scalar clamp_min.default clamp_max.default fmod.Scalar remainder.Scalar""".split()
+
+UNARY = words(
+    """abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc exp exp2 expm1 floor frac gelu hardsigmoid hardtanh
+    isfinite isinf isnan leaky_relu log log10 log1p log2 logical_not logit mish nan_to_num neg reciprocal relu relu6
+    round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan tanh trunc erfinv digamma
+    lgamma i0 elu celu hardshrink softshrink positive special_entr special_log_ndtr"""
+)
+
+BINARY = words(
+    """add.Tensor sub.Tensor mul.Tensor div.Tensor maximum.default minimum.default pow.Tensor_Tensor
+    atan2.default fmod.Tensor remainder.Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor
+    logaddexp.default hypot.default copysign.Tensor fmax.default fmin.default heaviside.default xlogy.Tensor
+    sigmoid_backward.default tanh_backward.default silu_backward.default gelu_backward.default logical_and.default
+    logical_or.default nextafter.default"""
+)
+
+SCALAR = words(
+    """add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar pow.Tensor_Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar
+    gt.Scalar ge.Scalar clamp_min.default clamp_max.default fmod.Scalar remainder.Scalar"""
+)
 
 INTEGER = ["bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor", "add.Tensor", "mul.Tensor", "gcd.default"]
 
@@ -110,6 +122,8 @@ def test_other_random_ops_are_whole(name: str) -> None:
         ("neg", (t(4, 6),), ((0,),)),
     ],
 )
-def test_through_which_operands_partial_sums_pass(name: str, args: tuple[Any, ...], linear: tuple[tuple[int, ...], ...]) -> None:
+def test_through_which_operands_partial_sums_pass(
+    name: str, args: tuple[Any, ...], linear: tuple[tuple[int, ...], ...]
+) -> None:
     kwargs = {"rounding_mode": "trunc"} if name == "div.Tensor_mode" else {}
     assert rule_of(node_of(overload(name), *args, **kwargs)).linear == linear

@@ -38,7 +38,11 @@ WRONG: dict[str, tuple[str, Entry, Node]] = {
     "missing partial": ("aten.mm", _texts("", "m k, j n -> m n"), node_of(aten.mm.default, t(6, 4), t(4, 12))),
     "wrong reduction": ("aten.amax", _texts("", "a b -> a"), node_of(aten.amax.default, t(4, 6), [1])),
     "maximum of a sum": ("aten.sum", _texts("0", "a b -> a +max"), node_of(aten.sum.dim_IntList, t(4, 6), [1])),
-    "shard of a whole dim": ("aten._softmax", _texts("", "... -> ..."), node_of(aten._softmax.default, t(4, 6), 1, False)),
+    "shard of a whole dim": (
+        "aten._softmax",
+        _texts("", "... -> ..."),
+        node_of(aten._softmax.default, t(4, 6), 1, False),
+    ),
     "shard of a scanned dim": ("aten.cumsum", _texts("", "... -> ..."), node_of(aten.cumsum.default, t(4, 6), 1)),
     "linear in what is not": ("aten.relu", _texts("0", "... -> ..."), node_of(aten.relu.default, t(4, 6))),
     "linear in a divisor": ("aten.div", _texts("1", "a b, a b -> a b"), node_of(aten.div.Tensor, t(4, 6), t(4, 6))),
@@ -51,7 +55,11 @@ WRONG: dict[str, tuple[str, Entry, Node]] = {
     ),
     "transposed wrongly": ("aten.t", _texts("0", "a b -> a b"), node_of(aten.t.default, t(6, 6))),
     "minor before major": ("aten.view", _by(_swapped), node_of(aten.view.default, t(4, 6), [24])),
-    "expert axis confused": ("aten.bmm", _texts("0|1", "b m k, b k n -> b n m"), node_of(aten.bmm.default, t(2, 6, 4), t(2, 4, 6))),
+    "expert axis confused": (
+        "aten.bmm",
+        _texts("0|1", "b m k, b k n -> b n m"),
+        node_of(aten.bmm.default, t(2, 6, 4), t(2, 4, 6)),
+    ),
     "constant along what varies": ("aten.cumsum", _texts("", "a b -> a c"), node_of(aten.cumsum.default, t(4, 6), 1)),
 }
 

@@ -6,9 +6,10 @@ from torch import nn
 
 from autopar import TrainStep
 from autopar.cluster import parse_cluster
+from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
-from autopar.planning import GAP, _Search
 from autopar.pins import Pins
+from autopar.planning import GAP, _Search
 from autopar.solve.build import build_problem
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
@@ -32,8 +33,6 @@ def built(count: int, mesh: str = "pp=1 dp=2 tp=2"):
     step = TrainStep(Layers(count), torch.randn(8, 16, 64))
     cluster = parse_cluster("4xcpu")
     search = _Search(step, step.capture(), cluster, Pins(), 1e9, lambda _: None)
-    from autopar.layers import Cut, units_of
-
     graph = search._graph(Cut.single(units_of(step.capture().gradient.graph)[0]))
     return build_problem(graph, search._setting(graph, Mesh.parse(mesh)))
 

@@ -52,7 +52,9 @@ def random_choices(graph: Graph, mesh: Mesh, rng: random.Random) -> dict[str, Ch
     return choices
 
 
-def _random_choice(node: Node, mesh: Mesh, resharder: Resharder, layouts: dict[Node, Any], rng: random.Random) -> Choice:
+def _random_choice(
+    node: Node, mesh: Mesh, resharder: Resharder, layouts: dict[Node, Any], rng: random.Random
+) -> Choice:
     if node.op != "call_function" and node.meta["role"].kind in ("scalar", "buffer"):
         return ()
     options = enumerate_choices(node.meta["rule"], mesh, allow_partial=node.op == "call_function")
@@ -76,7 +78,9 @@ def even_cut(step: TrainStep, num_stages: int) -> Cut:
     return Cut.from_boundaries(units, [round(s * len(units) / num_stages) for s in range(num_stages)])
 
 
-def random_pipeline(step: TrainStep, mesh: Mesh, seed: int, part_passes: tuple[Any, ...] = passes.PART_PASSES) -> Pipeline:
+def random_pipeline(
+    step: TrainStep, mesh: Mesh, seed: int, part_passes: tuple[Any, ...] = passes.PART_PASSES
+) -> Pipeline:
     graph = annotated(step.capture(), step.microbatches, even_cut(step, mesh.num_stages))
     choices = random_choices(graph.graph, mesh, random.Random(seed))
     context = Context(mesh, step.microbatches, choices, graph.state_pairs, resharder_of(mesh))

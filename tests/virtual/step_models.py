@@ -150,7 +150,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "gpt, frozen, momentum": (frozen_gpt, token_batch, momentum),
     "gpt, 8 rows": (gpt, lambda: token_batch(8), adamw),
     **{
-        f"gpt, {n} wide layers": (functools.partial(gpt, width=16, heads=4, layers=n, tied=False), token_batch, momentum)
+        f"gpt, {n} wide layers": (
+            functools.partial(gpt, width=16, heads=4, layers=n, tied=False),
+            token_batch,
+            momentum,
+        )
         for n in (1, 2)
     },
     "perceptrons, 8 rows": (Perceptrons, lambda: token_batch(8), adamw),

@@ -194,7 +194,9 @@ def test_one_stage_of_a_tied_gradient_forgotten(monkeypatch: pytest.MonkeyPatch)
 def test_a_layout_that_is_not_that_of_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value said to be partial is not reduced: a rule that forgets a partial sum."""
     right = Layout.add_partial
-    monkeypatch.setattr(Layout, "add_partial", lambda self, axis, op="sum": self if op == "sum" else right(self, axis, op))
+    monkeypatch.setattr(
+        Layout, "add_partial", lambda self, axis, op="sum": self if op == "sum" else right(self, axis, op)
+    )
     try:
         assert any(is_caught("gpt", 1, "dp=2", seed) for seed in range(2))
     except AssertionError as error:

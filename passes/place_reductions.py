@@ -1,0 +1,95 @@
+"""Puts reductions into the part of the step in which there is something to hide them behind.
+
+    forward:  loss = all_reduce(part, "dp")       ->   forward:  part
+    backward: dw = …                                   backward: loss = all_reduce(part, "dp"); …
+    update:   sum = reduce_scatter(dw, "dp", 0)                  dw = …; sum = reduce_scatter(dw, "dp", 0)
+                                                       update:   … sum …
+
+Before: a local step graph. After: the same nodes in other parts.
+- With one microbatch, the way from a gradient to its reduced value, where it consists of collectives and views alone,
+  is in the backward, and what crosses to the update is the reduced value. (With several, the sum is reduced once.) The
+  blocks that the backward reaches last keep theirs in the update: the backward would have nothing left to hide them
+  behind, and the update has other parameters to go on with.
+- Scalars that lead to nothing but the step's outputs, and that a collective makes, are made by the backward: the
+  forward would end by waiting for them.
+Numbers stay bit-equal.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from autopar import collectives
+from autopar.program.storages import is_view, local_value
+from passes.context import Context
+from passes.schedule_collectives import block_of
+
+LAST_BLOCKS = 2
+"""Blocks at the end of the backward whose gradients the update reduces."""
+
+
+def place_reductions(graph: Graph, context: Context) -> Graph:
+    """Rewrites `graph` in place; see the module's docstring."""
+    _postpone_outputs(graph)
+    if context.microbatches == 1:
+        _advance_gradients(graph)
+    return graph
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------
+def _postpone_outputs(graph: Graph) -> None:
+    with_backward = {node.meta["stage"] for node in graph.nodes if node.meta.get("phase") == "backward"}
+    tail: set[Node] = set()
+    for node in reversed(graph.nodes):
+        is_last = all(user in tail or user.op == "output" for user in node.users)
+        if node.op == "call_function" and is_last and _is_scalar(node) and node.meta["phase"] == "forward":
+            tail.add(node)
+    behind: set[Node] = set()
+    for node in graph.nodes:
+        is_behind = node.target in collectives.STARTED or any(operand in behind for operand in node.all_input_nodes)
+        if node in tail and is_behind and node.meta["stage"] in with_backward:
+            behind.add(node)
+            node.meta["phase"] = "backward"
+
+
+def _is_scalar(node: Node) -> bool:
+    value = local_value(node)
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------
+def _advance_gradients(graph: Graph) -> None:
+    gradients = [node for node in graph.nodes if node.meta.get("gradient_of") and node.meta["phase"] == "backward"]
+    blocks = list(dict.fromkeys(block_of(node.meta.get("path", "")) for node in reversed(gradients)))
+    last = set(blocks[:LAST_BLOCKS]) if len(blocks) > LAST_BLOCKS else set()
+    for gradient in gradients:
+        if block_of(gradient.meta.get("path", "")) not in last:
+            _advance(gradient, _way_to_reduced(gradient))
+
+
+def _way_to_reduced(gradient: Node) -> list[Node]:
+    """The nodes between a gradient and its reduced value, that value included; empty where there is no such way."""
+    way: list[Node] = []
+    length = 0
+    node = gradient
+    while len(node.users) == 1:
+        (node,) = node.users
+        is_collective = node.target in collectives.STARTED
+        if not (is_collective or is_view(node)) or node.meta["stage"] != gradient.meta["stage"]:
+            break
+        way.append(node)
+        # Views behind the last collective give the value its layout.
+        length = len(way) if is_collective or length else 0
+    return way[:length]
+
+
+def _advance(gradient: Node, way: list[Node]) -> None:
+    if not way:
+        return
+    last = gradient
+    for node in way:
+        last.append(node)
+        node.meta.update(phase=gradient.meta["phase"], level=gradient.meta["level"])
+        last = node
+    last.meta["gradient_of"] = gradient.meta.pop("gradient_of")

@@ -11,7 +11,8 @@ Invariants:
 - all ranks of a mesh axis call the same collectives on that axis in the same order;
 - chunks stand in the order of the coordinate along the axis; a split dim is divisible by the axis's size;
 - an axis of size 1 is the identity;
-- between a start and its wait nobody writes to the input.
+- between a start and its wait nobody writes to the input, but an all-reduce that may (`inplace`): it then gives that
+  very tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Communicator(Protocol):
     def all_to_all(self, x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor: ...
     def all_gather_start(self, x: Tensor, axis: str, dim: int) -> Pending: ...
     def reduce_scatter_start(self, x: Tensor, axis: str, dim: int, op: str = "sum") -> Pending: ...
-    def all_reduce_start(self, x: Tensor, axis: str, op: str = "sum") -> Pending: ...
+    def all_reduce_start(self, x: Tensor, axis: str, op: str = "sum", inplace: bool = False) -> Pending: ...
     def all_to_all_start(self, x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Pending: ...
     def wait(self, pending: Pending) -> Tensor: ...
     def shard(self, x: Tensor, axis: str, dim: int) -> Tensor: ...
@@ -90,9 +91,9 @@ def reduce_scatter_start(x: Tensor, axis: str, dim: int, op: str = "sum") -> Pen
     return _CURRENT.get().reduce_scatter_start(x, axis, dim, op)
 
 
-def all_reduce_start(x: Tensor, axis: str, op: str = "sum") -> Pending:
-    """Starts `all_reduce`."""
-    return _CURRENT.get().all_reduce_start(x, axis, op)
+def all_reduce_start(x: Tensor, axis: str, op: str = "sum", inplace: bool = False) -> Pending:
+    """Starts `all_reduce`; with `inplace`, of an `x` that may be overwritten."""
+    return _CURRENT.get().all_reduce_start(x, axis, op, inplace)
 
 
 def all_to_all_start(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Pending:

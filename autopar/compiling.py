@@ -8,16 +8,18 @@ Invariant: the plan decides everything; the same step and plan give the same pro
 from __future__ import annotations
 
 import fnmatch
+import os
+import sys
 from dataclasses import replace
 
 from torch import Tensor
 
-import passes
 from autopar.capture.graphs import Captured, graph_hash
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.mesh_layout import axis_link
+from autopar.errors import VerificationError
 from autopar.joint import StepGraph, join
 from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
@@ -28,7 +30,6 @@ from autopar.program.schedule import check_no_deadlock, make_schedule
 from autopar.reshard import Price, Resharder
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, parse_choice
-from passes.context import Context, Overlap
 
 
 def compile(step: ForwardStep, plan: Plan) -> Program:
@@ -49,7 +50,17 @@ def compile(step: ForwardStep, plan: Plan) -> Program:
         plan.recomputed,
         plan.estimate.memory_limit_bytes,
     )
-    return Program(step, plan, pipeline)
+    program = Program(step, plan, pipeline)
+    _debug(program)
+    return program
+
+
+def _debug(program: Program) -> None:
+    """`AUTOPAR_DEBUG=1` shows the plan; `AUTOPAR_CHECK=2` verifies the numbers before anything runs."""
+    if os.environ.get("AUTOPAR_DEBUG", "0") not in ("", "0"):
+        print(program.plan, file=sys.stderr)
+    if os.environ.get("AUTOPAR_CHECK", "0") == "2" and not (report := program.verify()).ok:
+        raise VerificationError(f"the program differs from the single-device step: {report.first}")
 
 
 def annotated(captured: Captured, microbatches: int, cut: Cut) -> StepGraph:
@@ -73,6 +84,9 @@ def lower(
 
     `capacity`: bytes of one device; gathers that run ahead of their use may hold a tenth of it.
     """
+    import passes
+    from passes.context import Context, Overlap
+
     keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
     again = frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
     ahead = Overlap(gathered_bytes=min(1 << 30, capacity // 10))

@@ -33,8 +33,8 @@ from autopar.report import estimate, spans
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.rules.table import check_rules
-from autopar.solve.allowed import bind_pins, require_all_matched
-from autopar.solve.build import BuiltProblem, Setting, build_problem
+from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
+from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
 from autopar.solve.held import least_memory
 from autopar.solve.layers_apart import solve_modes
 from autopar.solve.problem import Problem, Solution, Term, evaluate
@@ -63,7 +63,7 @@ def plan(
     memory: str | float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """The cheapest plan of `step` on `cluster` within `pin` and `memory` (bytes of one device, or text such as "60GiB").
+    """The cheapest plan of `step` on `cluster` within `pin` and `memory` (bytes of one device, or text: "60GiB").
 
     Raises `PlanError` for pins or sizes that don't fit together, `InfeasibleError` when no plan fits the memory.
     """
@@ -74,6 +74,7 @@ def plan(
     captured = step.capture()
     check_rules(captured.gradient.graph)
     captured_s = time.perf_counter() - started
+    require_wanted(captured.gradient.graph, pins.recompute)
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
     search = _Search(step, captured, cluster, pins, float(capacity), progress or (lambda _: None))
     found = search.run()
@@ -121,7 +122,7 @@ class _Search:
         meshes = candidate_meshes(self.cluster, self.pins.axes)
         meshes = [m for m in distinct_meshes(self.cluster, meshes, self._named_axes()) if self._can_cut(m, units)]
         if not meshes:
-            raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages, as many as the model has units")
+            raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages; the model has as many units")
         relaxed = sorted(((self._relaxed(mesh), mesh) for mesh in meshes), key=lambda pair: pair[0].bound)
         best: _Found | None = None
         for lower_bound, mesh in relaxed:
@@ -165,15 +166,18 @@ class _Search:
     def _better(self, best: _Found | None, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
         found = self._solve(mesh, relaxed)
         if found is None:
-            self._note(mesh, None, None, "infeasible", f"doesn't fit {format_bytes(self.capacity)} a device")
+            reason = f"doesn't fit {format_bytes(self.capacity)} a device" + ", with recompute" * self._may_recompute
+            self._note(mesh, None, None, "infeasible", reason)
             return best
         step_s, peak = found.solution.objective, max(found.peaks)
-        is_multi_stage = mesh.num_stages > 1  # its cut was chosen from the units' costs, so only the relaxed bound holds
-        self.bounds.append(relaxed.bound if is_multi_stage else found.solution.bound)
+        is_cut = mesh.num_stages > 1  # by the units' costs, so that only the relaxed bound holds for other cuts
+        self.bounds.append(relaxed.bound if is_cut else found.solution.bound)
         if best is not None and best.solution.objective <= step_s:
-            self._note(mesh, step_s, peak, "slower", f"{step_s / best.solution.objective:.3f} times the best plan")
+            slower = f"{step_s / best.solution.objective:.3f} times the best plan{found.again_text}"
+            self._note(mesh, step_s, peak, "slower", slower)
             return best
-        self.candidates = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
+        beaten = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
+        self.candidates = beaten
         self._note(found.mesh, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
         return found
 
@@ -184,16 +188,21 @@ class _Search:
         is_built = mesh.num_stages == 1 and self.pins.recompute is None
         setting = relaxed.setting if is_built else self._setting(step, mesh)
         built = relaxed.built if is_built else build_problem(step, setting)
-        require_all_matched(setting.allowed)  # type: ignore[arg-type]
+        assert isinstance(setting.allowed, PinRules)
+        require_all_matched(setting.allowed)
         free = self._unlimited(built, mesh, relaxed)
         if free is not None:
             found = self._lowered(mesh, cut, step, built, free)
             if max(found.peaks) <= self.capacity:
                 return found
-        if self.pins.recompute is None and isinstance(self.step, TrainStep):
+        if self.pins.recompute is None and self._may_recompute:
             again = build_problem(step, replace(setting, recompute="auto"))
             return self._within_limits(mesh, cut, step, again, relaxed.bound)
         return self._within_limits(mesh, cut, step, built, relaxed.bound)
+
+    @property
+    def _may_recompute(self) -> bool:
+        return self.pins.recompute != "none" and isinstance(self.step, TrainStep)
 
     def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
         """Solved under the limits, which are tightened by what the accountant finds too much.
@@ -202,11 +211,13 @@ class _Search:
         """
 
         def lowered(solution: Solution) -> _Found:
-            return self._lowered(mesh, cut, step, built, solution)
+            return self._lowered(mesh, cut, step, built, replace(solution, bound=min(proven, solution.bound)))
 
         problem = built.problem
+        proven = math.inf  # by the limits as they were: the accountant's corrections hold for one plan each
         for _ in range(TRIES):
             solution = solve_shared(built, problem, gap=GAP)
+            proven = min(proven, solution.bound)
             for _ in range(1 + built.has_modes):  # a second time with the same layouts, which is quick
                 solution = solve_modes(built, problem, solution)
                 if not solution.choice:
@@ -268,9 +279,7 @@ class _Search:
         peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
         return _Found(mesh, cut, schedule, choices, texts, recomputed, len(again), solution, built, pipeline, peaks)
 
-    def _named_by_role(
-        self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]
-    ) -> tuple[Mesh, dict[str, Choice]]:
+    def _named_by_role(self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]) -> tuple[Mesh, dict[str, Choice]]:
         """Axes that no pin names are called by what they do: `dp` is the one that splits more of the batch."""
         if self._named_axes() & {"dp", "tp"}:
             return mesh, choices
@@ -328,9 +337,7 @@ class _Search:
 
     # -- what is told ------------------------------------------------------------------------------------------
     def _note(self, mesh: Mesh, step_s: float | None, peak: int | None, status: str, reason: str) -> None:
-        self.candidates.append(
-            Candidate(mesh, self.step.microbatches, mesh.num_stages, step_s, peak, status, reason)
-        )
+        self.candidates.append(Candidate(mesh, self.step.microbatches, mesh.num_stages, step_s, peak, status, reason))
 
     def _shortage(self) -> str:
         have = format_bytes(self.capacity)
@@ -338,8 +345,8 @@ class _Search:
             return f"no plan fits {have} a device on {self.cluster}; use more devices, more microbatches or more memory"
         least, mesh = min(self.shortages, key=lambda pair: pair[0])
         return (
-            f"no plan fits {have} a device on {self.cluster}: the smallest (mesh {mesh}) needs {format_bytes(least)}; "
-            f"use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more microbatches"
+            f"no plan fits {have} a device on {self.cluster}: the smallest found (mesh {mesh}) needs "
+            f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more microbatches"
         )
 
 
@@ -385,9 +392,7 @@ def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
 def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float) -> Plan:
     bound = min([found.solution.objective, *search.bounds])
     return Plan(
-        valid_for=replace(
-            valid_for(search.step), cluster=search.cluster.name, num_devices=search.cluster.num_devices
-        ),
+        valid_for=replace(valid_for(search.step), cluster=search.cluster.name, num_devices=search.cluster.num_devices),
         cluster=search.cluster,
         mesh=found.mesh,
         microbatches=search.step.microbatches,
@@ -397,6 +402,8 @@ def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float)
         choices=found.texts,
         recomputed=found.recomputed,
         pins=tuple(part.strip() for part in str(search.pins).split(",") if part.strip()),
-        estimate=estimate(found.pipeline, found.built, found.solution, bound, search.cluster, search.capacity, captured_s, solved_s),
+        estimate=estimate(
+            found.pipeline, found.built, found.solution, bound, search.cluster, search.capacity, captured_s, solved_s
+        ),
         candidates=tuple(search.candidates),
     )

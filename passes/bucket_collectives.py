@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from autopar import collectives
 from autopar.program.parts import Part
 from autopar.program.storages import is_view, local_value, nbytes
+from autopar.rules.nodes import node_argument
 from passes.context import Overlap
 from passes.editing import edit
 from passes.schedule_collectives import block_of, leads_to_outputs
@@ -58,10 +59,8 @@ def _is_small(node: fx.Node, limit: int) -> bool:
     """Whether a collective may go into a bucket: small, and over whole rows where it cuts or joins."""
     if node.op != "call_function" or node.target not in (collectives.all_gather, *REDUCTIONS):
         return False
-    operand = node.args[0]
-    assert isinstance(operand, fx.Node)
-    by_rows = node.target is collectives.all_reduce or node.args[2] == 0
-    value = local_value(operand)
+    by_rows = bool(node.target is collectives.all_reduce or node.args[2] == 0)
+    value = local_value(node_argument(node, 0))
     return by_rows and isinstance(value, Tensor) and value.numel() > 0 and nbytes(value) <= limit
 
 
@@ -134,8 +133,8 @@ def _merge(graph: fx.Graph, group: list[fx.Node], path: str, unpack: Callable[..
 
 
 def _ranks(node: fx.Node) -> int:
-    sizes = local_value(node).shape[0], local_value(node.args[0]).shape[0]  # type: ignore[arg-type]
-    return max(sizes) // min(sizes)
+    rows = [int(local_value(value).shape[0]) for value in (node, node_argument(node, 0))]
+    return max(rows) // min(rows)
 
 
 def _gathered(builder: _Builder, moved: fx.Node, ranks: int, start: int, length: int) -> fx.Node:
@@ -152,7 +151,7 @@ class _Builder:
 
     def __init__(self, graph: fx.Graph, like: fx.Node, path: str) -> None:
         self.graph = graph
-        self.meta = {key: like.meta[key] for key in ("phase", "level", "stage") if key in like.meta}
+        self.meta: dict[str, Any] = {key: like.meta[key] for key in ("phase", "level", "stage") if key in like.meta}
         self.meta.update(path=path, source="")
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -169,8 +168,11 @@ class _Builder:
     def collective(self, model: fx.Node, flat: fx.Node, ranks: int) -> fx.Node:
         """The collective of `model` on the one-dimensional `flat`."""
         value = local_value(flat)
-        length = {collectives.all_gather: value.numel() * ranks, collectives.reduce_scatter: value.numel() // ranks}
-        size = length.get(model.target, value.numel())  # type: ignore[call-overload]
+        sizes: dict[Any, int] = {
+            collectives.all_gather: value.numel() * ranks,
+            collectives.reduce_scatter: value.numel() // ranks,
+        }
+        size = sizes.get(model.target, value.numel())
         return self._node(model.target, (flat, *model.args[1:]), dict(model.kwargs), value.new_empty(size))
 
     def _node(self, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> fx.Node:

@@ -70,9 +70,9 @@ class _Inserter:
 
     def _reduced_before(self, key: tuple[Node, _Place, Layout], move: Move) -> Node | None:
         """The forward's reduction of the same value: it takes no more memory to keep than what it is made of."""
-        value, (phase, *rest), after = key
+        value, (phase, level, stage), after = key
         is_reduction = phase == "backward" and move.kind in ("reduce", "reduce_scatter")
-        return self.moved.get((value, ("forward", *rest), after)) if is_reduction else None  # type: ignore[arg-type]
+        return self.moved.get((value, ("forward", level, stage), after)) if is_reduction else None
 
     def _move(self, value: Node, move: Move, after: Layout, place: _Place, path: str) -> Node:
         node = self.graph.call_function(getattr(markers, move.kind), (value, *move.arguments))

@@ -71,7 +71,7 @@ def _advance_gradients(graph: Graph) -> None:
 def _way_to_reduced(gradient: Node) -> list[Node]:
     """The nodes between a gradient and its reduced value, that value included; empty where there is no such way."""
     way: list[Node] = []
-    length = 0
+    length, is_reduced = 0, False
     node = gradient
     while len(node.users) == 1:
         (node,) = node.users
@@ -79,8 +79,9 @@ def _way_to_reduced(gradient: Node) -> list[Node]:
         if not (is_collective or is_view(node)) or node.meta["stage"] != gradient.meta["stage"]:
             break
         way.append(node)
-        # Views behind the last collective give the value its layout.
-        length = len(way) if is_collective or length else 0
+        is_reduced = is_reduced or is_collective
+        if is_reduced and "layout" in node.meta:  # a collective on factors has none: the view behind gives it its dims
+            length = len(way)
     return way[:length]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from autopar.layers import blocks_of
+from autopar.rules.nodes import node_argument
 from passes.context import Context
 from passes.editing import is_random
 
@@ -53,7 +54,7 @@ class _Copier:
         if source.op != "call_function" or source.meta["phase"] != "forward" or source.meta["stage"] != stage:
             return False
         if source.target is operator.getitem:
-            return self._runs_again(source.args[0], stage)  # type: ignore[arg-type]
+            return self._runs_again(node_argument(source, 0), stage)
         return source.meta.get("key") in self.keys and not is_random(source)
 
     def _copy(self, source: Node, stage: int, block: str) -> Node:

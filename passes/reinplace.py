@@ -8,7 +8,7 @@ tensor that was passed in. Numbers stay bit-equal.
 
 What may be overwritten:
 - a value that the part itself made, once no value that lies in its storage is read later (views count, as do
-  collectives in flight, which hold their input until they are awaited);
+  collectives in flight, which hold their input until they are awaited); an all-reduce may do so, too;
 - a donated input: a `param`, `state` or `accumulator` slot that is also an output, but only by ops on the way to that
   output. Other inputs are never written: somebody may be sending them.
 The operand must be dense and agree with the result in shape, dtype and strides; no other operand may be another view
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar import collectives
 from autopar.program.parts import Part, Slot
 from autopar.program.storages import (
     Lifetimes,
@@ -35,6 +36,7 @@ from autopar.program.storages import (
     output_values,
     written_operand,
 )
+from autopar.rules.nodes import node_argument
 from passes.editing import edit, is_mutating
 
 DONATED_KINDS = ("param", "state", "accumulator")
@@ -54,6 +56,7 @@ def donated_slots(part: Part) -> tuple[Slot, ...]:
 
 def _reinplace(part: Part, graph: fx.Graph) -> None:
     _copy_outputs_that_pass_through(part, graph)
+    _reduce_in_place(graph)
     storage = _Storage(graph, part)
     for node in list(graph.nodes):
         if node.op == "call_function" and not is_mutating(node):
@@ -266,6 +269,33 @@ def out_overload(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
 
 def _argument_names(target: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in target._schema.arguments]
+
+
+def _reduce_in_place(graph: fx.Graph) -> None:
+    """An all-reduce takes the storage of what it reduces, if the part made that and nothing in it is read later."""
+    lives = lifetimes(graph)
+    lying: dict[Origin, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for origin in lives.of(node) if node.op == "call_function" else ():
+            lying.setdefault(origin, []).append(node)
+    for node in graph.nodes:
+        if node.target is not collectives.all_reduce_start:
+            continue
+        operand = node_argument(node, 0)
+        origins = lives.of(operand)
+        others = [other for origin in origins for other in lying.get(origin, ()) if other is not node]
+        is_last = all(lives.last_use[other] <= lives.position[node] for other in others)
+        if len(origins) == 1 and _owner(origins).op == "call_function" and is_last and _is_whole(operand):
+            node.kwargs = {**node.kwargs, "inplace": True}
+
+
+def _owner(origins: frozenset[Origin]) -> fx.Node:
+    return next(iter(origins))[0]
+
+
+def _is_whole(node: fx.Node) -> bool:
+    value = local_value(node)
+    return isinstance(value, torch.Tensor) and value.numel() > 1 and value.is_contiguous()
 
 
 # -- donated outputs ---------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from passes.editing import edit
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.clone.default, operator.getitem)
+PACKS = (aten.cat.default,)
 SUMS = (aten.add.Tensor,)
 SMALL_BYTES = 1 << 16
 _MATMULS = frozenset({"linear_dw", "mm", "bmm"})
@@ -144,7 +145,7 @@ def _ordered(part: Part, limits: Overlap) -> list[fx.Node]:
     _delay_fillers(times, _fillers(part, late), late | early)
     _place_sums(times, late)
     _place_late(times, late)
-    _place_early(times, early, late)
+    _place_early(times, early - late)
     seeds = [node for node in graph.nodes if not (is_wait(node) and node.users)]
     seeds.sort(key=lambda node: (node.op != "placeholder", node.op == "output", times.time[node]))
     return list(_operands_first(seeds))
@@ -201,10 +202,10 @@ def block_of(path: str) -> str:
 
 # -- kinds of nodes ----------------------------------------------------------------------------------------------
 def _early(graph: fx.Graph) -> set[fx.Node]:
-    """What is made from the part's inputs by views, casts and collectives alone."""
+    """What is made from the part's inputs by views, casts, packing and collectives alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        is_cheap = is_view(node) or node.target in CASTS or is_start(node) or is_wait(node)
+        is_cheap = is_view(node) or node.target in (*CASTS, *PACKS) or is_start(node) or is_wait(node)
         if node.op in ("placeholder", "get_attr") or (is_cheap and all(n in found for n in node.all_input_nodes)):
             found.add(node)
     return {node for node in found if node.op == "call_function"}
@@ -277,7 +278,7 @@ def _hoist_small(times: _Times, part: Part) -> None:
 def _delay_fillers(times: _Times, fillers: set[fx.Node], ends: set[fx.Node]) -> None:
     """Fillers go behind the next start of the middle kind, if it comes within this block or the next.
 
-    Where starts follow on each other with no filler in between, they share those before them.
+    Where starts follow on each other with no matmul to put in between, they share those before them.
     """
     middle = [times.position[node] for node in times.nodes if is_start(node) and node not in ends]
     waiting: dict[int, list[fx.Node]] = {}
@@ -286,12 +287,16 @@ def _delay_fillers(times: _Times, fillers: set[fx.Node], ends: set[fx.Node]) -> 
             waiting.setdefault(bisect.bisect_left(middle, times.position[node]), []).append(node)
     for index, nodes in waiting.items():
         shared = [index]
-        while shared[-1] + 1 < len(middle) and shared[-1] + 1 not in waiting:
+        while shared[-1] + 1 < len(middle) and not any(map(_is_matmul, waiting.get(shared[-1] + 1, ()))):
             shared.append(shared[-1] + 1)
         for node, start in zip(nodes, _dealt(nodes, shared), strict=True):
             near = [i for i in shared if i <= start and _is_near(times, node, middle, i)]
             if near:
                 times.time[node] = middle[near[-1]] + 0.5
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return target_name(node) in _MATMULS
 
 
 def _is_near(times: _Times, node: fx.Node, middle: list[float], start: int) -> bool:
@@ -301,7 +306,7 @@ def _is_near(times: _Times, node: fx.Node, middle: list[float], start: int) -> b
 
 def _dealt(nodes: list[fx.Node], starts: list[int]) -> list[int]:
     """A start for each node, in order, such that each start gets about the same number of matmuls."""
-    heavy = list(itertools.accumulate(target_name(node) in _MATMULS for node in nodes))
+    heavy = list(itertools.accumulate(_is_matmul(node) for node in nodes))
     share = max(heavy[-1], 1)
     return [starts[min(max(count - 1, 0) * len(starts) // share, len(starts) - 1)] for count in heavy]
 
@@ -329,9 +334,10 @@ def _place_late(times: _Times, late: set[fx.Node]) -> None:
                 times.time[user] = times.time[node]
 
 
-def _place_early(times: _Times, early: set[fx.Node], late: set[fx.Node]) -> None:
+def _place_early(times: _Times, early: set[fx.Node]) -> None:
     """Starts come some blocks before their first reader, later where the buffers would exceed the budget."""
-    first_use = {node: _first_use(node, times, early) for node in times.graph.nodes if node in early and is_start(node)}
+    starts = [node for node in times.graph.nodes if node in early and is_start(node)]
+    first_use = {node: _first_use(node, times, early) for node in starts}
     flights: list[_Flight] = []
     for node, use in sorted(first_use.items(), key=lambda item: item[1]):
         wanted = times.begin(times.block(use) - times.limits.blocks_ahead) - 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx import Node
@@ -126,15 +128,9 @@ def test_what_values_index_is_split_in_whole_ranges_only() -> None:
     table = input_rule(((3, 4), (6,)), ((0, 1), (2,)))
     assert [splittable(table, f) for f in range(3)] == [True, True, True]
     embedding = rule(node_of(aten.embedding.default, t(12, 4), index(6)))
-    major, minor = (dict(name="v", size=s, letter="v", is_whole=False, is_major=m) for s, m in ((3, True), (4, False)))
-    divided = type(embedding)(
-        (*(type(embedding.factors[0])(**f) for f in (major, minor)), *embedding.factors[1:]),
-        embedding.operands,
-        embedding.results,
-        embedding.indexes,
-        embedding.reductions,
-        embedding.linear,
-    )
+    (vocabulary, *others) = embedding.factors
+    parts = (replace(vocabulary, size=3), replace(vocabulary, size=4, is_major=False))
+    divided = replace(embedding, factors=(*parts, *others))
     assert splittable(divided, 0) and not splittable(divided, 1)
 
 

@@ -131,7 +131,9 @@ def test_ddp_on_four_ranks() -> None:
 
 def test_ddp_has_one_all_reduce_for_each_parameter() -> None:
     sizes = Counter(p.numel() * 4 for p in step_of("perceptrons, 8 rows").model.parameters())
-    assert calls("perceptrons, 8 rows", 4, 2, "dp=2, zero=0") == {Call("update", "dp", "all_reduce", size): n for size, n in sizes.items()}
+    assert calls("perceptrons, 8 rows", 4, 2, "dp=2, zero=0") == {
+        Call("update", "dp", "all_reduce", size): n for size, n in sizes.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,11 @@ def test_sequence_parallelism_turns_each_all_reduce_into_a_pair() -> None:
 
 def test_sequence_parallel_norms_keep_a_share_of_the_activations() -> None:
     values = bare_pipeline("gpt, 1 wide layers", 1, 2, SEQUENCE).stages[0].values
-    kept = [v.layout for slot, v in values.items() if slot.kind == "saved" and v.layout.global_shape == (BATCH, LENGTH, WIDE)]
+    kept = [
+        v.layout
+        for slot, v in values.items()
+        if slot.kind == "saved" and v.layout.global_shape == (BATCH, LENGTH, WIDE)
+    ]
     assert kept and all(layout.position("tp") is not None for layout in kept)
 
 

@@ -7,7 +7,7 @@ What code generation frees, what may be overwritten in place and what memory is 
 Invariants:
 - a value that a schema marks as a view, an in-place result, or `_unsafe_view`, lies in its operand's storage;
 - what a `*_start` collective returns holds its input's storage and its own buffers; `wait` gives a storage of its own,
-  except that of an all-gather along dim 0, which gathers in place;
+  except that of an all-gather along dim 0, which gathers in place, and of an all-reduce in place;
 - collectives stand for axes of more than one rank (else their result could be their operand);
 - placeholders are taken to lie in distinct storages (the caller knows whether slots share one).
 """
@@ -63,6 +63,11 @@ def gathers_in_place(node: fx.Node) -> bool:
     """Whether a collective's buffer is its result: chunks along dim 0 lie one after the other."""
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else None)
     return target_name(node).startswith("all_gather") and isinstance(dim, int) and dim == 0
+
+
+def reduces_in_place(node: fx.Node) -> bool:
+    """Whether a collective's result is its operand, overwritten."""
+    return target_name(node).startswith("all_reduce") and bool(node.kwargs.get("inplace"))
 
 
 def is_unpacked(node: fx.Node) -> bool:
@@ -184,10 +189,14 @@ def _operand(node: fx.Node, index: int) -> fx.Node:
 
 def _collective_origins(node: fx.Node, known: dict[fx.Node, Origins]) -> frozenset[Origin]:
     own = frozenset({(node, 0)})
+    if is_start(node) and reduces_in_place(node):
+        return frozenset().union(*known[_operand(node, 0)])
     if is_start(node):
         return own.union(*known[_operand(node, 0)])
     if is_wait(node):
         pending = _operand(node, 0)
+        if reduces_in_place(pending):
+            return frozenset().union(*known[pending])
         return frozenset({(pending, 0)}) if gathers_in_place(pending) else own
     if target_name(node) == "shard":
         return frozenset().union(*known[_operand(node, 0)])

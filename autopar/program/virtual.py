@@ -262,7 +262,7 @@ def _all_gather(xs: list[Tensor], dim: int) -> list[Tensor]:
     return _apart(torch.cat(_dense(xs), dim), len(xs))
 
 
-def _all_reduce(xs: list[Tensor], op: str = "sum") -> list[Tensor]:
+def _all_reduce(xs: list[Tensor], op: str = "sum", inplace: bool = False) -> list[Tensor]:
     return _apart(collectives.ordered_reduce(_dense(xs), op), len(xs))
 
 

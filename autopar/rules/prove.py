@@ -25,6 +25,7 @@ from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, choice_text, enumerate_choices, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import op_name, result_values, tensor_operands
+from passes.localise_shapes import localise_graph
 
 TOLERANCE = 1e-9
 Sample = Callable[[Node, torch.Generator], Tensor]
@@ -139,8 +140,6 @@ def _execute(
     graph: Graph, probe: Node, mesh: Mesh, inputs: dict[str, Tensor], whole: list[Tensor | None]
 ) -> list[tuple[int, float]]:
     """Runs the shards; how far each combined result is from the whole one."""
-    from passes.localise_shapes import localise_graph
-
     layouts = result_layouts(probe.meta["rule"], probe.meta["choice"])
     probe.meta["layout"] = _spread(probe, layouts)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -186,7 +185,8 @@ def _shards(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
 def _difference(got: list[Any], index: int, several: bool, layout: Layout, expected: Tensor, mesh: Mesh) -> float:
     def local(coordinates: dict[str, int]) -> Tensor:
         value = got[mesh.rank(coordinates)]
-        return value[index] if several else value  # type: ignore[no-any-return]
+        own: Tensor = value[index] if several else value
+        return own
 
     combined = layout.unshard(local, mesh)
     if combined.shape != expected.shape or combined.dtype != expected.dtype:

@@ -157,7 +157,8 @@ class PinRules:
 
 
 def bind_pins(pins: Pins, graph: Graph, mesh: Mesh) -> PinRules:
-    """The predicate of `pins` on an annotated step graph."""
+    """The predicate of `pins` on an annotated step graph; raises `PlanError` where a pinned dp divides no batch."""
+    _require_rows(pins, graph, mesh)
     batch: set[int] = set()
     sequence: set[int] = set()
     for node in graph.nodes:
@@ -168,6 +169,21 @@ def bind_pins(pins: Pins, graph: Graph, mesh: Mesh) -> PinRules:
             sequence.update(factors[f].atom for f in (dims[1] if len(dims) > 1 else ()))
     weights = {node: dims for node in graph.nodes if (dims := _plain_weight_dims(node)) is not None}
     return PinRules(pins, mesh, frozenset(batch), frozenset(sequence), weights)
+
+
+def _require_rows(pins: Pins, graph: Graph, mesh: Mesh) -> None:
+    """A pinned dp that can split no row would leave its ranks with equal work."""
+    ways = mesh.size("dp")
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.meta["role"].kind == "batch"]
+    batches = [node for node in inputs if node.meta["val"].dim() > 0]
+    if "dp" not in pins.axes or ways == 1 or not batches:
+        return
+    if not any(size % ways == 0 for node in batches for size in node.meta["factor_sizes"][0]):
+        rows = int(batches[0].meta["val"].shape[0])
+        raise PlanError(
+            f"pin 'dp={ways}': a microbatch has {rows} rows, which dp={ways} doesn't divide; "
+            f"use fewer microbatches, a batch of a multiple of {ways} rows for each, or a smaller dp"
+        )
 
 
 def require_all_matched(rules: PinRules) -> None:

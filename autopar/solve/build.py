@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar import markers
+from autopar.errors import PlanError
 from autopar.joint import StepGraph
 from autopar.layers import block_of
 from autopar.layout import Layout
@@ -29,7 +30,7 @@ from autopar.pins import matches_module
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, enumerate_choices, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import tensor_operands
+from autopar.rules.nodes import node_argument, tensor_operands
 from autopar.solve import problem as abstract
 from autopar.solve.costs import Compute, compute_costs, is_view, local_bytes
 from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
@@ -85,7 +86,6 @@ class BuiltProblem:
             for node, options, pick in zip(self.nodes, self.strategies, solution, strict=True)
         }
 
-
     @property
     def has_modes(self) -> bool:
         """Whether forward values may be computed again."""
@@ -109,19 +109,31 @@ def build_problem(step: StepGraph, setting: Setting) -> BuiltProblem:
     return _Builder(step, setting).build()
 
 
-def wanted_again(recompute: str) -> Callable[[Node], bool] | None:
+def wanted_again(recompute: str | None) -> Callable[[Node], bool] | None:
     """The nodes that a pin wants computed again; None leaves it to the solver."""
     if recompute == "auto":
         return None
     if recompute == "full":
         return lambda node: block_of(node.meta.get("path", "")) is not None
-    return lambda node: matches_module(recompute, node.meta.get("path", ""))
+    return lambda node: matches_module(str(recompute), node.meta.get("path", ""))
+
+
+def require_wanted(graph: Graph, recompute: str | None) -> None:
+    """Raises `PlanError` for a recompute pin that matches no forward node of a captured graph."""
+    wanted = wanted_again(recompute) if recompute not in (None, "none") else None
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase", "forward") == "forward"]
+    if wanted is None or any(wanted(node) for node in nodes):
+        return
+    if recompute == "full":
+        raise PlanError("pin 'recompute=full': the model has no blocks (a module list); name modules: recompute=GLOB")
+    paths = list(dict.fromkeys(path for node in nodes if (path := node.meta.get("path", ""))))
+    raise PlanError(f"pin 'recompute={recompute}': matches no module of the model; some are {', '.join(paths[:5])}")
 
 
 def _is_free_view(node: Node, picked: dict[Node, Strategy]) -> bool:
     """Whether a view is made from something kept, in the same layout: keeping it would take no memory either."""
     while is_view(node):
-        source, item = producer(node.args[0])  # type: ignore[arg-type]
+        source, item = producer(node_argument(node, 0))
         left = result_layouts(source.meta["rule"], picked[source].choice)[_present_index(source, item)]
         if left != operand_layouts(node.meta["rule"], picked[node].choice)[0]:
             return False
@@ -141,7 +153,6 @@ class _Builder:
     strategies: list[list[Strategy]] = field(default_factory=list)
     layouts: dict[tuple[Node, int], tuple[list[Layout], np.ndarray]] = field(default_factory=dict)
     matrices: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int], np.ndarray] = field(default_factory=dict)
-    enumerated: dict[LeafRule, list[Choice]] = field(default_factory=dict)
     edges: list[abstract.Edge] = field(default_factory=list)
     modes: Modes | None = None
     moments: list[Moment] = field(default_factory=list)
@@ -254,10 +265,11 @@ class _Builder:
 
     def _backward_relay(self, node: Node) -> Node | None:
         """The relay that brings a parameter to the backward of the stage to whose forward `node` brings it."""
-        if node.target is not markers.relay or not is_step_relay(node.args[0]):  # type: ignore[arg-type]
+        if node.target is not markers.relay or not is_step_relay(node_argument(node, 0)):
             return None
         place = ("backward", node.meta["stage"])
-        return next((user for user in node.args[0].users if (user.meta["phase"], user.meta["stage"]) == place), None)  # type: ignore[union-attr]
+        users = node_argument(node, 0).users
+        return next((user for user in users if (user.meta["phase"], user.meta["stage"]) == place), None)
 
     def _add_shared_gathers(self) -> None:
         """A parameter that is brought to the forward again comes from what the backward gathers."""
@@ -303,8 +315,9 @@ class _Builder:
     def _bytes(self, node: Node, item: int, value: Tensor, results: bool) -> Array:
         """Bytes of one result (or operand) of a node on a rank, per strategy."""
         layouts, which = self._distinct(node, item, results)
-        sizes: Array = np.array([local_bytes(layout, value.element_size(), self.setting.mesh) for layout in layouts])
-        return sizes[which]
+        sizes = [local_bytes(layout, value.element_size(), self.setting.mesh) for layout in layouts]
+        per_strategy: Array = np.array(sizes)[which]
+        return per_strategy
 
     def _limits(self) -> tuple[abstract.Limit, ...]:
         return tuple(abstract.Limit(moment.name, self.setting.capacity) for moment in self.moments)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from autopar import markers
-from autopar.rules.nodes import tensor_operands
+from autopar.rules.nodes import node_argument, tensor_operands
 from autopar.solve.costs import is_view
 from autopar.solve.modes import Mode, Modes, is_forward, producer
 from autopar.solve.problem import Array, Problem
@@ -157,14 +157,14 @@ def is_step_relay(node: Node) -> bool:
 def base_of(value: Node) -> Node:
     """The value whose storage `value` shares; a relay may gather, so it counts as a storage of its own."""
     while value.op == "call_function" and value.target not in (operator.getitem, markers.relay) and is_view(value):
-        value = value.args[0]  # type: ignore[assignment]
+        value = node_argument(value, 0)
     return value
 
 
 def is_parameter(value: Node) -> bool:
     """Whether relays lead from an input of the step to `value`."""
     while value.target is markers.relay:
-        value = value.args[0]  # type: ignore[assignment]
+        value = node_argument(value, 0)
     return value.op != "call_function"
 
 

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.layers import blocks_of
+from autopar.rules.nodes import argument, node_argument
 from autopar.solve.costs import is_view
 
 SMALL = 1 / 32
@@ -65,7 +66,9 @@ def modes_of(graph: Graph, wanted: Wanted | None = None) -> Modes:
 
 def producer(value: Node) -> tuple[Node, int]:
     """The node that makes a value, and which of its results it is."""
-    return (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)  # type: ignore[return-value]
+    if value.target is not operator.getitem:
+        return value, 0
+    return node_argument(value, 0), argument(value, 1, "item")
 
 
 def is_forward(node: Node) -> bool:
@@ -157,7 +160,7 @@ class _Analysis:
         if node.target is markers.relay:
             return False
         if is_read:
-            return not is_view(node) or _size(node, self.found) <= _size(producer(node.args[0])[0], None)  # type: ignore[arg-type]
+            return not is_view(node) or _size(node, self.found) <= _size(producer(node_argument(node, 0))[0], None)
         if is_view(node):
             return False
         (only, *others) = again

@@ -132,7 +132,7 @@ class Silent:
     def reduce_scatter(self, x: Tensor, dim: int, op: str) -> Any:
         return _Done(x.chunk(RANKS, dim)[dist.get_rank()].contiguous())
 
-    def all_reduce(self, x: Tensor, op: str, deterministic: bool) -> Any:
+    def all_reduce(self, x: Tensor, op: str, deterministic: bool, inplace: bool) -> Any:
         return _Done(x)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Any:

@@ -1,6 +1,6 @@
 """The text of a small step before and after each pass, under a plan written down here (dp=2, tp=2: Megatron's split).
 
-    AUTOPAR_GOLDEN=write pytest tests/golden      # writes the files anew; then read the diff
+AUTOPAR_GOLDEN=write pytest tests/golden      # writes the files anew; then read the diff
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def changed() -> dict[str, str]:
     found: dict[str, str] = {}
     latest: dict[str, str] = {}
     for name, text in texts().items():
-        what = name.rpartition("_")[2] if name.rpartition("_")[2] in ("prologue", "forward", "backward", "update") else ""
+        what = (
+            name.rpartition("_")[2] if name.rpartition("_")[2] in ("prologue", "forward", "backward", "update") else ""
+        )
         if latest.get(what) != text:
             found[name] = latest[what] = text
     return found

@@ -120,14 +120,21 @@ def test_state_lives_on_the_stage_of_its_parameter_only() -> None:
 
 
 def test_no_stage_runs_another_s_nodes() -> None:
-    pipeline = replicated("gpt, 3 layers", "pp=3", 2)
-    keys = [
-        {n.meta["key"] for part in stage.parts.values() for n in part.graph.graph.nodes if n.op == "call_function" and "key" in n.meta}
-        for stage in pipeline.stages
-    ]  # fmt: skip
-    for a in range(3):
-        for b in range(a):
-            assert not keys[a] & keys[b]
+    seen: set[str] = set()
+    for stage in replicated("gpt, 3 layers", "pp=3", 2).stages:
+        nodes = [node for part in stage.parts.values() for node in part.graph.graph.nodes if node.op == "call_function"]
+        keys = {node.meta["key"] for node in nodes if "key" in node.meta}
+        assert keys and not keys & seen
+        seen |= keys
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_accumulator_has_the_dims_of_its_parameter(seed: int) -> None:
+    """A reduction that runs in the backward once left its value viewed into factors: [3 2 4] for a bias of [24]."""
+    (stage,) = random_pipeline(step_of("gpt", 1), Mesh.parse("dp=2 tp=2"), seed, ()).stages
+    shapes = {name: tuple(p.shape) for name, p in step_of("gpt").model.named_parameters()}
+    made = {slot.name: v.layout.global_shape for slot, v in stage.values.items() if slot.kind == "accumulator"}
+    assert made == shapes
 
 
 def test_coordinates_are_computed_by_each_part_that_needs_them() -> None:

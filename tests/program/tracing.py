@@ -78,9 +78,9 @@ class Identity:
         self.calls.append("all_gather")
         return torch.cat([x] * self.size, dim)
 
-    def all_reduce(self, x, axis, op="sum"):
+    def all_reduce(self, x, axis, op="sum", inplace=False):
         self.calls.append("all_reduce")
-        return x * self.size
+        return x.mul_(self.size) if inplace else x * self.size
 
     def reduce_scatter(self, x, axis, dim, op="sum"):
         self.calls.append("reduce_scatter")

@@ -67,26 +67,27 @@ def scale(target: object, factor: float) -> Change:
     """The first call's result is multiplied."""
 
     def change(graph: Graph) -> int:
-        for node in _nodes(graph, target)[:1]:
-            with graph.inserting_after(node):
-                scaled = graph.call_function(aten.mul.Scalar, (node, factor))
-            scaled.meta = dict(node.meta)
-            node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-            return 1
-        return 0
+        return sum(_followed(graph, node, aten.mul.Scalar, factor) for node in _nodes(graph, target)[:1])
 
     return change
+
+
+def _followed(graph: Graph, node: Node, target: Any, *arguments: Any) -> int:
+    """Whoever read `node` reads `target(node, …)`."""
+    users = list(node.users)
+    with graph.inserting_after(node):
+        wrong_value = graph.call_function(target, (node, *arguments))
+    wrong_value.meta = dict(node.meta)
+    for user in users:
+        user.replace_input_with(node, wrong_value)
+    return 1
 
 
 def rotate_shards(graph: Graph) -> int:
     """The first gather has its shards in a wrong order."""
     for node in _nodes(graph, collectives.all_gather)[:1]:
         dim = node.args[2]
-        with graph.inserting_after(node):
-            rolled = graph.call_function(aten.roll.default, (node, [node.meta["local_val"].shape[dim] // 2], [dim]))
-        rolled.meta = dict(node.meta)
-        node.replace_all_uses_with(rolled, delete_user_cb=lambda user: user is not rolled)
-        return 1
+        return _followed(graph, node, aten.roll.default, [node.meta["local_val"].shape[dim] // 2], [dim])
     return 0
 
 

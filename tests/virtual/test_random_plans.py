@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 import passes
+from autopar.compiling import annotated
 from autopar.mesh import Mesh
-from tests.virtual.random_plans import random_choices, random_pipeline, wrong
+from tests.virtual.random_plans import even_cut, random_choices, random_pipeline, wrong
 from tests.virtual.step_models import step_of
 
 # (model, mesh, microbatches, seed); a longer sweep is the same loop over more seeds
@@ -39,11 +42,6 @@ def test_random_plan_before_the_passes_on_parts() -> None:
 
 
 def test_plans_are_random_and_repeatable() -> None:
-    import random
-
-    from autopar.compiling import annotated
-    from tests.virtual.random_plans import even_cut
-
     step, mesh = step_of("squares"), Mesh.parse("dp=2 tp=3")
     graphs = [annotated(step.capture(), 1, even_cut(step, 1)).graph for _ in range(3)]
     first, again, other = (random_choices(g, mesh, random.Random(s)) for g, s in zip(graphs, (0, 0, 1), strict=True))

@@ -21,6 +21,7 @@ from autopar.cluster import candidate_meshes, compute_s, distinct_meshes, parse_
 from autopar.cluster.cluster import Cluster
 from autopar.compiling import annotated, lower, prices, valid_for
 from autopar.errors import InfeasibleError, PlanError
+from autopar.fitting import GAP, Fitting
 from autopar.joint import StepGraph
 from autopar.key_globs import forward_globs
 from autopar.layers import Cut, units_of
@@ -35,9 +36,7 @@ from autopar.rules.choices import Choice, choice_text
 from autopar.rules.table import check_rules
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
-from autopar.solve.held import least_memory
-from autopar.solve.layers_apart import solve_modes
-from autopar.solve.problem import Problem, Solution, Term, evaluate
+from autopar.solve.problem import Solution, Term, evaluate
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
 from autopar.units import format_bytes, parse_bytes
@@ -45,12 +44,8 @@ from autopar.units import format_bytes, parse_bytes
 MARGIN = 0.05
 """Share of a device's memory left to the allocator and the libraries."""
 
-GAP = 1e-3
 BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
 """Effort for the bound of a pipelined mesh."""
-
-TRIES = 4
-"""How often a limit is tightened after the accountant found more than the solver's rows."""
 
 Progress = Callable[[str], None]
 
@@ -205,56 +200,12 @@ class _Search:
         return self.pins.recompute != "none" and isinstance(self.step, TrainStep)
 
     def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
-        """Solved under the limits, which are tightened by what the accountant finds too much.
-
-        Where that finds nothing, the plan that holds least tells how far the limits are from what it really needs.
-        """
-
-        def lowered(solution: Solution) -> _Found:
-            return self._lowered(mesh, cut, step, built, replace(solution, bound=min(proven, solution.bound)))
-
-        problem = built.problem
-        proven = math.inf  # by the limits as they were: the accountant's corrections hold for one plan each
-        for _ in range(TRIES):
-            solution = solve_shared(built, problem, gap=GAP)
-            proven = min(proven, solution.bound)
-            for _ in range(1 + built.has_modes):  # a second time with the same layouts, which is quick
-                solution = solve_modes(built, problem, solution)
-                if not solution.choice:
-                    break
-                found = lowered(solution)
-                if max(found.peaks) <= self.capacity:
-                    return found
-                problem = self._tightened(built, found)
-        smallest = self._smallest(mesh, cut, step, built, bound)
-        if smallest is None or max(smallest.peaks) > self.capacity:
-            self.shortages.extend([(max(smallest.peaks), mesh)] if smallest is not None else [])
-            return None
-        problem = self._tightened(built, smallest)
-        solution = solve_modes(built, problem, solve_shared(built, problem, gap=GAP))
-        found = lowered(solution) if solution.choice else smallest
-        return found if max(found.peaks) <= self.capacity else smallest
-
-    def _tightened(self, built: BuiltProblem, found: _Found) -> Problem:
-        """The problem with what its limits don't count of a plan's peaks as used, and a little room where it's over."""
-        usage = evaluate(built.problem, found.solution.choice).usage
-        counted = [0.0] * len(found.peaks)
-        for stage, used in zip(built.limit_stages, usage, strict=True):
-            counted[stage] = max(counted[stage], used)
-        missed = [
-            max(0.0, peak - least + 0.005 * self.capacity * (peak > self.capacity))
-            for peak, least in zip(found.peaks, counted, strict=True)
-        ]
-        pairs = zip(built.problem.limits, built.limit_stages, strict=True)
-        return replace(built.problem, limits=tuple(replace(limit, constant=missed[stage]) for limit, stage in pairs))
-
-    def _smallest(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
-        """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
-        solution = solve_shared(built, least_memory(built.problem, 0.1 * self.capacity / bound), gap=GAP)
-        if not solution.choice:
-            return None
-        objective = evaluate(built.problem, solution.choice).objective
-        return self._lowered(mesh, cut, step, built, replace(solution, objective=objective, bound=bound))
+        fitting = Fitting(built, self.capacity, lambda solution: self._lowered(mesh, cut, step, built, solution))
+        found = fitting.fastest(bound)
+        if found is None or fitting.fits(found):
+            return found
+        self.shortages.append((max(found.peaks), mesh))
+        return None
 
     def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: _Relaxed) -> Solution | None:
         """The best solution regardless of memory, where it is within the limits."""
@@ -346,7 +297,8 @@ class _Search:
         least, mesh = min(self.shortages, key=lambda pair: pair[0])
         return (
             f"no plan fits {have} a device on {self.cluster}: the smallest found (mesh {mesh}) needs "
-            f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more microbatches"
+            f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more "
+            "microbatches"
         )
 
 

@@ -50,9 +50,11 @@ def _bucket(graph: fx.Graph, limit: int) -> None:
         _hoist(graph, early, group)
         _merge(graph, group, "", _gathered)
     reductions = [node for node in small if node.target is not collectives.all_gather and node in late]
-    for group in _grouped(reductions, lambda node: (block_of(node.meta.get("path", "")),)):
-        _gather_behind(graph, group)
-        _merge(graph, group, group[0].meta.get("path", ""), _reduced)
+    for candidates in _grouped(reductions, lambda node: (block_of(node.meta.get("path", "")),)):
+        group = _independent(graph, candidates)
+        if len(group) > 1:
+            _gather_behind(graph, group)
+            _merge(graph, group, group[0].meta.get("path", ""), _reduced)
 
 
 def _is_small(node: fx.Node, limit: int) -> bool:
@@ -93,6 +95,18 @@ def _hoist(graph: fx.Graph, early: set[fx.Node], group: list[fx.Node]) -> None:
     for node in sorted(moved, key=lambda node: node in group):
         if node is not first:
             first.prepend(node)
+
+
+def _independent(graph: fx.Graph, candidates: list[fx.Node]) -> list[fx.Node]:
+    """Those that no other of them leads to: a sum may be cut, summed again and reduced a second time."""
+    hanging: set[fx.Node] = set()
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(operand in hanging for operand in node.all_input_nodes):
+            behind.add(node)
+        if node in behind or node in candidates:
+            hanging.add(node)
+    return [node for node in candidates if node not in behind]
 
 
 def _gather_behind(graph: fx.Graph, group: list[fx.Node]) -> None:

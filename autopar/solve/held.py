@@ -44,9 +44,8 @@ def moments_of(graph: Graph, num_stages: int, microbatches: int, modes: Modes | 
     found: list[Moment] = []
     for stage in range(num_stages):
         name, both = f"stage {stage}", microbatches > 1 or not has_backward
-        nodes = [n for n in graph.nodes if is_forward(n) and n.meta["stage"] == stage and n.target is not markers.relay]
-        blocks = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None else []
-        last, *before = blocks[::-1] or [""]
+        nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
+        last, *before = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
         found.append(Moment(stage, name, last, has_gradients=both))
         if last == "after" and before:
             found.append(Moment(stage, f"{name} {before[0]}", before[0], freed=last, has_gradients=both))

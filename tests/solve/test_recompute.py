@@ -19,10 +19,11 @@ from torch.fx import Node
 from autopar.capture.step import TrainStep
 from autopar.compiling import annotated, compile, lower
 from autopar.errors import InfeasibleError, PlanError
+from autopar.fitting import GAP
 from autopar.key_globs import forward_globs
 from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
-from autopar.planning import GAP, plan
+from autopar.planning import plan
 from autopar.plans import Plan
 from autopar.program.storages import lifetimes, local_value, nbytes, output_values
 from autopar.reshard import Resharder

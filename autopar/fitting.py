@@ -1,0 +1,129 @@
+"""Plans that fit: the solver's limits, corrected by what the accountant finds when a plan is lowered.
+
+    found = Fitting(built, capacity, lowered).fastest(bound)
+
+The solver's rows don't see the working set of the moment. So each plan is lowered and counted, and what was unseen of
+it is taken off the limits before the next solve, until a plan fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from autopar.solve.build import BuiltProblem
+from autopar.solve.held import least_memory
+from autopar.solve.layers_apart import solve_modes
+from autopar.solve.problem import Problem, Solution, evaluate
+from autopar.solve.share import solve_shared
+
+GAP = 1e-3
+
+TRIES = 4
+"""How often a limit is tightened after the accountant found more than the solver's rows."""
+
+ROOM = 0.02
+"""Share of the memory that is left unused without a look at whether less could be computed again."""
+
+STEP = 0.005
+"""Share of the memory by which a limit is tightened beyond what was unseen, so that the next plan differs."""
+
+
+class Lowered(Protocol):
+    """What is asked of a lowered plan: the solution behind it, and its peak on each stage."""
+
+    @property
+    def solution(self) -> Solution: ...
+    @property
+    def peaks(self) -> list[int]: ...
+    @property
+    def num_recomputed(self) -> int: ...
+
+
+Found = TypeVar("Found", bound=Lowered)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting(Generic[Found]):
+    """A built problem, the bytes of a device, and how a solution becomes a plan."""
+
+    built: BuiltProblem
+    capacity: float
+    lowered: Callable[[Solution], Found]
+
+    def fastest(self, bound: float) -> Found | None:
+        """The fastest that the accountant finds to fit; where none comes up, what holds least (which may not fit).
+
+        What holds least also tells how far the limits are from what a lean plan really needs. `bound` (seconds) holds
+        for every plan.
+        """
+        found = self._fitting([0.0] * (1 + max(self.built.limit_stages)))
+        if found is not None:
+            return found
+        smallest = self._smallest(bound)
+        if smallest is None or not self.fits(smallest):
+            return smallest
+        found = self._fitting(self._unseen(smallest))
+        return found if found is not None else self._loosened(smallest)
+
+    def fits(self, found: Found) -> bool:
+        """Whether every stage's peak is within the memory."""
+        return max(found.peaks) <= self.capacity
+
+    def _fitting(self, unseen: list[float]) -> Found | None:
+        """Solved again and again, the limits less what they didn't see (`unseen` bytes a stage) of the plan before."""
+        solvable = unseen
+        bound = math.inf  # that of the first limits: what is unseen of one plan may not be of another
+        for _ in range(TRIES):
+            solution = solve_shared(self.built, self._limited(unseen), gap=GAP)
+            if not solution.choice and unseen is solvable:
+                return None
+            if not solution.choice:
+                unseen = [(a + b) / 2 for a, b in zip(solvable, unseen, strict=True)]
+                continue
+            solvable, bound = unseen, min(bound, solution.bound)
+            for _ in range(1 + self.built.has_modes):  # a second time with the same layouts, which is quick
+                solution = solve_modes(self.built, self._limited(unseen), solution)
+                if not solution.choice:
+                    break
+                found = self.lowered(replace(solution, bound=min(bound, solution.bound)))
+                if self.fits(found):
+                    return self._loosened(found)
+                unseen = self._unseen(found, STEP * self.capacity)
+        return None
+
+    def _loosened(self, found: Found) -> Found:
+        """A plan that fits, with less computed again in the room that it leaves."""
+        if not found.num_recomputed or max(found.peaks) > (1 - ROOM) * self.capacity:
+            return found
+        limited = self._limited(self._unseen(found, STEP * self.capacity))
+        solution = solve_modes(self.built, limited, found.solution)
+        if not solution.choice or solution.objective >= found.solution.objective:
+            return found
+        looser = self.lowered(solution)
+        return looser if self.fits(looser) else found
+
+    def _smallest(self, bound: float) -> Found | None:
+        """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
+        bytes_per_s = 0.1 * self.capacity / max(bound, 1e-12)
+        solution = solve_shared(self.built, least_memory(self.built.problem, bytes_per_s), gap=GAP)
+        if not solution.choice:
+            return None
+        objective = evaluate(self.built.problem, solution.choice).objective
+        return self.lowered(replace(solution, objective=objective, bound=bound))
+
+    def _limited(self, unseen: Sequence[float]) -> Problem:
+        """The problem with `unseen` bytes of each stage already used."""
+        problem = self.built.problem
+        pairs = zip(problem.limits, self.built.limit_stages, strict=True)
+        return replace(problem, limits=tuple(replace(limit, constant=unseen[stage]) for limit, stage in pairs))
+
+    def _unseen(self, found: Found, more: float = 0.0) -> list[float]:
+        """What the accountant counts of a plan at its peak on each stage, beyond what the limits count; and `more`."""
+        counted = [0.0] * len(found.peaks)
+        usage = evaluate(self.built.problem, found.solution.choice).usage
+        for stage, used in zip(self.built.limit_stages, usage, strict=True):
+            counted[stage] = max(counted[stage], used)
+        return [max(0.0, peak - used) + more for peak, used in zip(found.peaks, counted, strict=True)]

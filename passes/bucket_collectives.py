@@ -26,7 +26,7 @@ from autopar.program.storages import is_view, local_value, nbytes
 from autopar.rules.nodes import node_argument
 from passes.context import Overlap
 from passes.editing import edit
-from passes.schedule_collectives import block_of, leads_to_outputs
+from passes.kinds import block_of, leads_to_outputs
 
 aten = torch.ops.aten
 REDUCTIONS = (collectives.reduce_scatter, collectives.all_reduce)

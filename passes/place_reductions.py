@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from autopar import collectives
 from autopar.program.storages import is_view, local_value
 from passes.context import Context
-from passes.schedule_collectives import block_of
+from passes.kinds import block_of
 
 LAST_BLOCKS = 2
 """Blocks at the end of the backward whose gradients the update reduces."""

@@ -22,35 +22,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar import collectives
 from autopar.program.parts import Part
-from autopar.program.storages import (
-    is_collective,
-    is_start,
-    is_view,
-    is_wait,
-    local_value,
-    nbytes,
-    output_values,
-    target_name,
-)
+from autopar.program.storages import is_start, is_wait, local_value, nbytes, target_name
 from passes.context import Overlap
 from passes.editing import edit
+from passes.kinds import block_of, early, fillers, is_accumulation, late, small_from_batch, started_by
 
-aten = torch.ops.aten
-CASTS = (aten._to_copy.default, aten.clone.default, operator.getitem)
-PACKS = (aten.cat.default,)
-SUMS = (aten.add.Tensor,)
-SMALL_BYTES = 1 << 16
 _MATMULS = frozenset({"linear_dw", "mm", "bmm"})
 _Flight = tuple[float, float, int]
 """(start, first use, bytes)"""
@@ -63,7 +47,7 @@ def schedule_collectives(part: Part, context: Any = None) -> Part:
     """
     given = getattr(context, "overlap", context)
     limits = given if isinstance(given, Overlap) else Overlap()
-    if not any(node.target in collectives.STARTED or _is_accumulation(node) for node in part.graph.graph.nodes):
+    if not any(node.target in collectives.STARTED or is_accumulation(node) for node in part.graph.graph.nodes):
         return part
     split = edit(part, _split)
     order = _limited(_ordered(split, limits), limits.outstanding)
@@ -139,14 +123,13 @@ def _ordered(part: Part, limits: Overlap) -> list[fx.Node]:
     if part.name == "update":  # it has no other work: all starts come as soon as the limits allow
         limits = replace(limits, blocks_ahead=len(graph.nodes))
     times = _Times(graph, limits, _ready_first(graph) if part.name == "update" else list(graph.nodes))
-    early = _early(graph)
-    late = _late(graph)
+    first, last = early(graph), late(graph)
     _hoist_small(times, part)
-    _delay_fillers(times, _fillers(part, late), late | early)
-    _place_sums(times, late)
-    _place_late(times, late)
-    _place_early(times, early - late)
-    seeds = [node for node in graph.nodes if not (is_wait(node) and node.users)]
+    _delay_fillers(times, fillers(part, last), last | first)
+    _place_sums(times, last)
+    _place_late(times, last)
+    _place_early(times, first - last)
+    seeds = [node for node in graph.nodes if not is_wait(node) or _is_returned(node)]
     seeds.sort(key=lambda node: (node.op != "placeholder", node.op == "output", times.time[node]))
     return list(_operands_first(seeds))
 
@@ -188,84 +171,10 @@ def _block_begins(nodes: list[fx.Node]) -> Iterator[float]:
             current = block
 
 
-def started_by(wait: fx.Node) -> fx.Node:
-    """The start that `wait` awaits."""
-    (start,) = wait.all_input_nodes
-    return start
-
-
-def block_of(path: str) -> str:
-    """`"model.layers.3.mlp"` → `"model.layers.3"`; a path without a number → its first name."""
-    numbered = re.match(r"(.*?\.\d+)(\.|$)", path)
-    return numbered.group(1) if numbered else path.partition(".")[0]
-
-
-# -- kinds of nodes ----------------------------------------------------------------------------------------------
-def _early(graph: fx.Graph) -> set[fx.Node]:
-    """What is made from the part's inputs by views, casts, packing and collectives alone."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_cheap = is_view(node) or node.target in (*CASTS, *PACKS) or is_start(node) or is_wait(node)
-        if node.op in ("placeholder", "get_attr") or (is_cheap and all(n in found for n in node.all_input_nodes)):
-            found.add(node)
-    return {node for node in found if node.op == "call_function"}
-
-
-def leads_to_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """What reaches nothing but the part's outputs, by collectives, sums, views and casts."""
-    tail: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        is_cheap = is_view(node) or node.target in CASTS or node.target in SUMS or is_collective(node)
-        if node.op == "call_function" and is_cheap and all(u in tail or u.op == "output" for u in node.users):
-            tail.add(node)
-    return tail
-
-
-def _late(graph: fx.Graph) -> set[fx.Node]:
-    """Collectives, and what follows them, that lead only to the part's outputs by sums, views and casts."""
-    tail = leads_to_outputs(graph)
-    behind: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in tail and (is_start(node) or any(operand in behind for operand in node.all_input_nodes)):
-            behind.add(node)
-    return behind
-
-
-def _fillers(part: Part, late: set[fx.Node]) -> set[fx.Node]:
-    """What no collective in the middle and no later part waits for: it leads only to gradients or late things."""
-    outputs = zip(part.outputs, output_values(part.graph.graph), strict=True)
-    sinks = {node for slot, node in outputs if slot.kind == "accumulator" and isinstance(node, fx.Node)} | late
-    found: set[fx.Node] = set()
-    for node in reversed(part.graph.graph.nodes):
-        ends = node in sinks and all(u.op == "output" or u in sinks for u in node.users)
-        leads = bool(node.users) and all(user in found or user in late for user in node.users)
-        if node.op == "call_function" and not is_start(node) and not is_wait(node) and (ends or leads):
-            found.add(node)
-    return found - late
-
-
-def _is_accumulation(node: fx.Node) -> bool:
-    """A sum of a part's input and something that only leads to the output."""
-    to_output = all(user.op == "output" for user in node.users)
-    return node.target in SUMS and to_output and any(n.op == "placeholder" for n in node.all_input_nodes)
-
-
-def _from_batch(part: Part) -> set[fx.Node]:
-    """What is small and made from the batch and buffers alone: the count of a loss's tokens, for one."""
-    found: set[fx.Node] = set()
-    slots = iter(part.inputs)
-    for node in part.graph.graph.nodes:
-        is_input = node.op == "placeholder" and next(slots).kind in ("batch", "buffer")
-        is_made = node.op == "call_function" and all(operand in found for operand in node.all_input_nodes)
-        if is_input or (is_made and not is_start(node) and nbytes(local_value(node)) <= SMALL_BYTES):
-            found.add(node)
-    return found
-
-
 # -- placement ---------------------------------------------------------------------------------------------------
 def _hoist_small(times: _Times, part: Part) -> None:
     """What leads from the batch to a start by little work is done first, so that the start can follow at once."""
-    ready, wanted = _from_batch(part), set[fx.Node]()
+    ready, wanted = small_from_batch(part), set[fx.Node]()
     for node in reversed(times.graph.nodes):
         if node in ready and any(is_start(user) or user in wanted for user in node.users):
             wanted.add(node)
@@ -275,7 +184,7 @@ def _hoist_small(times: _Times, part: Part) -> None:
             times.time[node] = 0.0
 
 
-def _delay_fillers(times: _Times, fillers: set[fx.Node], ends: set[fx.Node]) -> None:
+def _delay_fillers(times: _Times, delayed: set[fx.Node], ends: set[fx.Node]) -> None:
     """Fillers go behind the next start of the middle kind, if it comes within this block or the next.
 
     Where starts follow on each other with no matmul to put in between, they share those before them.
@@ -283,7 +192,7 @@ def _delay_fillers(times: _Times, fillers: set[fx.Node], ends: set[fx.Node]) -> 
     middle = [times.position[node] for node in times.nodes if is_start(node) and node not in ends]
     waiting: dict[int, list[fx.Node]] = {}
     for node in times.nodes:
-        if node in fillers:
+        if node in delayed:
             waiting.setdefault(bisect.bisect_left(middle, times.position[node]), []).append(node)
     for index, nodes in waiting.items():
         shared = [index]
@@ -311,20 +220,20 @@ def _dealt(nodes: list[fx.Node], starts: list[int]) -> list[int]:
     return [starts[min(max(count - 1, 0) * len(starts) // share, len(starts) - 1)] for count in heavy]
 
 
-def _place_sums(times: _Times, late: set[fx.Node]) -> None:
+def _place_sums(times: _Times, last: set[fx.Node]) -> None:
     """A gradient is added to its accumulator at once, so that it needn't be kept beside it."""
     for node in times.graph.nodes:
-        if _is_accumulation(node) and node not in late:
+        if is_accumulation(node) and node not in last:
             times.time[node] = max(times.time[operand] for operand in node.all_input_nodes) + 0.01
 
 
-def _place_late(times: _Times, late: set[fx.Node]) -> None:
+def _place_late(times: _Times, last: set[fx.Node]) -> None:
     """Starts follow their input; what follows a wait comes at the end of the next block."""
     for node in times.graph.nodes:
-        if node not in late or is_wait(node):
+        if node not in last or (is_wait(node) and not _is_returned(node)):
             continue
         ready = max((times.time[operand] for operand in node.all_input_nodes), default=0.0)
-        waits = [operand for operand in node.all_input_nodes if is_wait(operand)]
+        waits = [node] if is_wait(node) else [operand for operand in node.all_input_nodes if is_wait(operand)]
         if waits:
             started = max(times.time[started_by(wait)] for wait in waits)
             ready = max(ready, times.begin(times.block(started) + 2) - 0.25)
@@ -334,10 +243,15 @@ def _place_late(times: _Times, late: set[fx.Node]) -> None:
                 times.time[user] = times.time[node]
 
 
-def _place_early(times: _Times, early: set[fx.Node]) -> None:
+def _is_returned(wait: fx.Node) -> bool:
+    """Whether nothing in the part reads what is awaited."""
+    return all(user.op == "output" for user in wait.users)
+
+
+def _place_early(times: _Times, first: set[fx.Node]) -> None:
     """Starts come some blocks before their first reader, later where the buffers would exceed the budget."""
-    starts = [node for node in times.graph.nodes if node in early and is_start(node)]
-    first_use = {node: _first_use(node, times, early) for node in starts}
+    starts = [node for node in times.graph.nodes if node in first and is_start(node)]
+    first_use = {node: _first_use(node, times, first) for node in starts}
     flights: list[_Flight] = []
     for node, use in sorted(first_use.items(), key=lambda item: item[1]):
         wanted = times.begin(times.block(use) - times.limits.blocks_ahead) - 0.5
@@ -345,14 +259,14 @@ def _place_early(times: _Times, early: set[fx.Node]) -> None:
         begin = _affordable(wanted, use - 0.25, size, flights, times.limits)
         flights.append((begin, use, size))
         times.time[node] = begin
-    for node in early:
+    for node in first:
         if not is_start(node):
-            times.time[node] = _first_use(node, times, early) - 0.25
+            times.time[node] = _first_use(node, times, first) - 0.25
 
 
-def _first_use(node: fx.Node, times: _Times, early: set[fx.Node]) -> float:
+def _first_use(node: fx.Node, times: _Times, first: set[fx.Node]) -> float:
     """When the first reader outside the early chain runs."""
-    return min((_first_use(u, times, early) if u in early else times.time[u] for u in node.users), default=float("inf"))
+    return min((_first_use(u, times, first) if u in first else times.time[u] for u in node.users), default=float("inf"))
 
 
 def _affordable(wanted: float, latest: float, size: int, flights: list[_Flight], limits: Overlap) -> float:

@@ -135,7 +135,7 @@ class _Direct:
         return ordered_reduce(parts, op)
 
     def _takes_ring(self, x: Tensor, deterministic: bool) -> bool:
-        """Whether gloo's all-reduce is faster: it adds what is still in the cache, in place. Of 2 it has the same bits."""
+        """Whether gloo's all-reduce is faster: it adds, in place, what is still in the cache. Of 2 ranks the same bits."""
         if x.dtype == torch.bool:
             return False
         if self.size == 2:

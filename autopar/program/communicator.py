@@ -135,7 +135,7 @@ class _Direct:
         return ordered_reduce(parts, op)
 
     def _takes_ring(self, x: Tensor, deterministic: bool) -> bool:
-        """Whether gloo's all-reduce is faster: it adds, in place, what is still in the cache. Of 2 ranks the same bits."""
+        """Whether gloo's all-reduce is faster: it adds in place. Of 2 ranks it has the same bits."""
         if x.dtype == torch.bool:
             return False
         if self.size == 2:
@@ -201,8 +201,8 @@ def _own(x: Tensor, inplace: bool) -> Tensor:
 
 
 def _all_reduce_options(op: str) -> Any:
-    options = dist.AllreduceOptions()  # type: ignore[attr-defined]
-    options.reduceOp = _REDUCE_OPS[op]
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
     return options
 
 

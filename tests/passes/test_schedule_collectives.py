@@ -11,8 +11,8 @@ from torch import fx
 from autopar import collectives
 from autopar.mesh import Mesh
 from autopar.program.storages import is_collective, is_start, is_wait, target_name
-from passes.reinplace import reinplace
 from passes.kinds import block_of
+from passes.reinplace import reinplace
 from passes.schedule_collectives import Overlap, check_order, schedule_collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "program"))

@@ -29,6 +29,7 @@ from autopar.cluster import Cluster, parse_cluster
 from autopar.errors import CaptureError, Error, PlanError
 from autopar.pins import Pins
 from autopar.plans import Plan
+from autopar.program.ranks import join, own_device
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]
@@ -210,8 +211,7 @@ def agree(make: Callable[[], Plan]) -> Plan:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return make()
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    join(own_device())
     if dist.get_rank() != 0:
         return _received()
     try:
@@ -221,13 +221,14 @@ def agree(make: Callable[[], Plan]) -> Plan:
         _await_all()
         raise
     _broadcast(["Plan", plan.to_json()])
+    _await_all()
     return plan
 
 
 def _received() -> Plan:
     kind, text = _broadcast(["", ""])
+    _await_all()
     if kind != "Plan":
-        _await_all()
         raise _ERRORS.get(kind, Error)(f"rank 0: {text}")
     return Plan.from_json(text, "the plan of rank 0")
 

@@ -16,9 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -32,6 +30,7 @@ from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.communicator import ProcessCommunicator
 from autopar.program.executor import StageExecutor, split_microbatches
 from autopar.program.parts import Pipeline, Slot, Value
+from autopar.program.ranks import join, leave, own_device
 from autopar.program.state import LocalState, Source, gather_whole
 
 
@@ -71,13 +70,11 @@ class Trainer:
         """
         self.program, self.mesh = program, program.pipeline.mesh
         _require_ranks(self.mesh)
-        self.device = _device(device)
-        self._is_owner = _join(self.device)
+        self.device = own_device(device)
+        self._is_owner = join(self.device)
         require_same_hash(program.hash, self.device)
         edges = [(transfer.source, transfer.target) for transfer in program.pipeline.transfers]
         self.communicator = ProcessCommunicator(self.mesh, self.device, edges, deterministic)
-        if self._is_owner:
-            atexit.register(_leave, self.communicator)
         stage = self.communicator.stage
         functions = program.functions(stage, self.communicator)
         chosen = optional(stage) if optional else None
@@ -181,7 +178,8 @@ class Trainer:
         """Leaves the process group, if the trainer made it. Without it, that happens at the interpreter's exit."""
         if self._is_owner:
             self._is_owner = False
-            _leave(self.communicator)
+            self.communicator.close()
+            leave()
 
 
 class StepScalars(torch.optim.Optimizer):
@@ -234,36 +232,6 @@ def _require_ranks(mesh: Mesh) -> None:
             f"the plan is for {mesh.num_ranks} ranks (mesh {mesh or 'of one rank'}), {started} were started; "
             f"use torchrun --nproc-per-node {mesh.num_ranks}, or plan for {started}"
         )
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def _join(device: torch.device) -> bool:
-    """Joins the default process group; whether it had to be made."""
-    if dist.is_initialized():
-        return False
-    # Its functions have the world's group as default arguments: imported later, they would keep it beyond its end.
-    importlib.import_module("torch.distributed.nn.functional")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return True
-
-
-def _leave(communicator: ProcessCommunicator) -> None:
-    communicator.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def require_same_hash(program_hash: str, device: torch.device) -> None:

@@ -8,7 +8,7 @@ Before: a functional part of local tensors with blocking collectives. After: eve
 start and a wait; the nodes are otherwise the same, and every node still follows its operands (checked). All ranks run
 one graph, so the order of starts is the same everywhere. Numbers stay bit-equal.
 
-Where things go, by what a collective hangs on (a block is a run of nodes of one `layers.N`):
+Where things go, by what a collective hangs on (a block is a run of nodes of one `layers.N`, with a matmul in it):
 - *early* (made from the part's inputs by views and casts: parameter gathers): started at the beginning of the block
   before its first reader, awaited by the reader; fewer blocks ahead when gathered buffers would exceed the budget;
 - *late* (leads only to the part's outputs: gradient reductions): started when its input is ready, awaited at the end
@@ -35,7 +35,10 @@ from passes.context import Overlap
 from passes.editing import edit
 from passes.kinds import block_of, early, fillers, is_accumulation, late, small_from_batch, started_by
 
-_MATMULS = frozenset({"linear_dw", "mm", "bmm"})
+_MATMULS = frozenset(
+    {"linear", "linear_dx", "linear_dw", "mm", "bmm", "attention", "attention_backward", "convolution"}
+)
+"""What takes time: collectives hide behind it."""
 _Flight = tuple[float, float, int]
 """(start, first use, bytes)"""
 
@@ -160,15 +163,21 @@ def _ready_first(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _block_begins(nodes: list[fx.Node]) -> Iterator[float]:
-    """Where runs of nodes of one block begin; nodes outside any module belong to the run around them."""
+    """Where runs of nodes of one block begin; nodes outside any module belong to the run around them.
+
+    In a part with matmuls a run without any (a norm between the blocks) goes with the next: it hides nothing.
+    """
     current: str | None = None
+    is_light = False
+    with_matmuls = any(map(_is_matmul, nodes))
     yield 0.0
     for index, node in enumerate(nodes):
         block = block_of(node.meta.get("path", ""))
         if node.op == "call_function" and block and block != current:
-            if current is not None:
+            if current is not None and not is_light:
                 yield float(index)
-            current = block
+            current, is_light = block, with_matmuls
+        is_light = is_light and not _is_matmul(node)
 
 
 # -- placement ---------------------------------------------------------------------------------------------------
@@ -253,12 +262,12 @@ def _place_early(times: _Times, first: set[fx.Node]) -> None:
     starts = [node for node in times.graph.nodes if node in first and is_start(node)]
     first_use = {node: _first_use(node, times, first) for node in starts}
     flights: list[_Flight] = []
-    for node, use in sorted(first_use.items(), key=lambda item: item[1]):
+    for rank, (node, use) in enumerate(sorted(first_use.items(), key=lambda item: item[1])):
         wanted = times.begin(times.block(use) - times.limits.blocks_ahead) - 0.5
         size = nbytes(local_value(node))
         begin = _affordable(wanted, use - 0.25, size, flights, times.limits)
         flights.append((begin, use, size))
-        times.time[node] = begin
+        times.time[node] = begin + rank * 1e-6  # at one moment, what is read first goes first
     for node in first:
         if not is_start(node):
             times.time[node] = _first_use(node, times, first) - 0.25

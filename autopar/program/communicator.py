@@ -41,6 +41,8 @@ from autopar.mesh import PIPELINE_AXIS, Mesh
 _AXIS_TAG, _STAGE_TAG = 1, 16
 _THREAD_BYTES = 1 << 15
 """From this many bytes on, chunks between 2 ranks are exchanged by gloo's threads."""
+_RING_BYTES = 3 << 20
+"""Above this many bytes, an all-reduce of 2 ranks takes gloo's ring: it adds in place, but sends twice the messages."""
 _DIRECT_BYTES = 1 << 20
 """Above this many bytes received per rank, an all-reduce of more than two ranks goes to gloo's ring."""
 
@@ -139,7 +141,7 @@ class _Direct:
         if x.dtype == torch.bool:
             return False
         if self.size == 2:
-            return x.nbytes >= _THREAD_BYTES
+            return x.nbytes > _RING_BYTES
         return x.nbytes * (self.size - 1) > _DIRECT_BYTES and not deterministic
 
     def _like(self, x: Tensor, peer: int) -> Tensor:

@@ -14,7 +14,7 @@ Ranks and gloo's threads share the processors, so most of an excess is processor
 rank, gloo's threads included): other load on the machine disturbs it less.
 
 `DTensor TP` splits as torchtitan's tensor parallelism without sequence parallelism (all-reduces), `DTensor TP+SP` with
-it. `autopar tp2` is what the solver makes of `tp=2`; in `autopar tp2 whole norms` every rank has the whole norms.
+it; `autopar tp2` is what the solver makes of the pin `tp=2`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ PEERS = {
     "autopar dp2": ("DDP",),
     "autopar zero-3": ("FSDP2",),
     "autopar tp2": ("DTensor TP", "DTensor TP+SP"),
-    "autopar tp2 whole norms": ("DTensor TP", "DTensor TP+SP"),
 }
 """What each of ours is set in relation to."""
 COLUMNS = {

@@ -87,14 +87,19 @@ def lower(
     import passes
     from passes.context import Context, Overlap
 
-    keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
-    again = frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
+    again = keys_again(step, recomputed)
     ahead = Overlap(gathered_bytes=min(1 << 30, capacity // 10))
     context = Context(mesh, microbatches, choices, step.state_pairs, Resharder(mesh, price), again, ahead)
     pipeline = passes.lower(step.graph, context)
     actions = make_schedule(schedule, mesh.num_stages, microbatches)
     check_no_deadlock(actions, pipeline.transfers)
     return replace(pipeline, schedule=actions)
+
+
+def keys_again(step: StepGraph, recomputed: tuple[str, ...]) -> frozenset[str]:
+    """The keys of the nodes that run again, by the plan's globs."""
+    keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
+    return frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
 
 
 def parsed_choices(step: StepGraph, texts: dict[str, str]) -> dict[str, Choice]:

@@ -14,6 +14,8 @@ output node has `roles`, one per returned value.
 Invariants:
 - a parameter reaches the forward (backward) of a stage through one relay per step and one per microbatch;
 - a value with several consumers in one phase of one stage reaches them through one relay;
+- so does one that a stage's forward takes to a matmul, say, and its backward reads too: where the forward moves it, the
+  backward's relay may read what was moved (`forward_twin`);
 - what depends on no parameter is computed anew by each stage that needs it.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +33,10 @@ from torch.fx import Graph, Node
 from autopar.capture.graphs import Captured, Role
 from autopar.layers import Cut, units_of
 from autopar.markers import accumulate, relay
-from autopar.rules.nodes import node_argument, op_name
+from autopar.rules.nodes import is_pointwise, is_view, node_argument, op_name
+
+_Place = tuple[str, str, int]
+"""(phase, level, stage)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +270,40 @@ class _Joiner:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.numel() < 2 or node.target is relay:
                 continue
-            groups: dict[tuple[str, str, int], list[Node]] = {}
+            groups: dict[_Place, list[Node]] = {}
             for user in sorted(node.users, key=order.__getitem__):
                 if user.op == "call_function" and not (user.target is relay and user.meta["phase"] == "prologue"):
                     groups.setdefault(tuple(user.meta[k] for k in ("phase", "level", "stage")), []).append(user)
             for (phase, level, stage), users in groups.items():
-                if len(users) > 1:
+                if len(users) > 1 or _is_read_again(groups, (phase, level, stage)):
                     with self.graph.inserting_before(users[0]):
                         shared = self._relay(node, phase, stage, level)
                     for user in users:
                         user.replace_input_with(node, shared)
+
+
+def forward_twin(node: Node) -> Node | None:
+    """The relay that brings what the backward relay `node` passes on to the forward of the same stage."""
+    if node.target is not relay or node.meta["phase"] != "backward":
+        return None
+    value = node_argument(node, 0)
+    if value.op != "call_function" or value.meta["level"] != "microbatch":
+        return None
+    place = ("forward", node.meta["stage"])
+    users = (user for user in value.users if user.target is relay)
+    return next((user for user in users if (user.meta["phase"], user.meta["stage"]) == place), None)
+
+
+def _is_read_again(groups: Mapping[_Place, Sequence[Node]], place: _Place) -> bool:
+    """Whether a stage's forward may move a value before it uses it, and its backward reads that value, too."""
+    phase, level, stage = place
+    forward, backward = (groups.get((p, "microbatch", stage), ()) for p in ("forward", "backward"))
+    return level == "microbatch" and phase != "update" and bool(backward) and not all(map(_follows, forward))
+
+
+def _follows(node: Node) -> bool:
+    """Whether an op takes its operand in whatever layout that has."""
+    return is_pointwise(node) or is_view(node)
 
 
 def _parameter_name(role: Role) -> str:

@@ -223,12 +223,13 @@ class _Search:
         texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
         fresh = annotated(self.captured, self.step.microbatches, cut)  # lowering rewrites the graph
         schedule = self._schedule()
-        again = tuple(node.meta["key"] for node in built.recomputed(solution.choice))
+        ops = built.recomputed(solution.choice)
+        again = tuple(node.meta["key"] for node in (*ops, *built.moved_again(solution.choice)))
         recomputed = forward_globs(again, keep_out={node.meta["key"] for node in built.kept(solution.choice)})
         count, price = self.step.microbatches, prices(self.cluster, mesh)
         pipeline = lower(fresh, choices, mesh, count, price, schedule, recomputed, capacity=int(self.capacity))
         peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
-        return _Found(mesh, cut, schedule, choices, texts, recomputed, len(again), solution, built, pipeline, peaks)
+        return _Found(mesh, cut, schedule, choices, texts, recomputed, len(ops), solution, built, pipeline, peaks)
 
     def _named_by_role(self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]) -> tuple[Mesh, dict[str, Choice]]:
         """Axes that no pin names are called by what they do: `dp` is the one that splits more of the batch."""

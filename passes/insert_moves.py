@@ -1,8 +1,8 @@
 """Puts the cheapest moves on every edge whose ends have different layouts.
 
 Before: every value has its layout. After: every operand is in the layout that its op needs, every output of the step
-in the layout of its input (state), or replicated (loss). Equal moves of one value within one phase are shared.
-No global value changes.
+in the layout of its input (state), or replicated (loss). Equal moves of one value within one phase are shared, and the
+backward reads what a relay of the forward moved, unless the plan has it moved again. No global value changes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from autopar import markers
+from autopar.joint import forward_twin
 from autopar.layout import Layout
 from autopar.reshard import Move, Resharder
 from autopar.rules.nodes import replace_operands, tensor_operands
@@ -26,11 +27,20 @@ _Place = tuple[str, str, int]
 def insert_moves(graph: Graph, context: Context) -> Graph:
     """Reshards operands and outputs; see the module's docstring."""
     inserter = _Inserter(graph, context.resharder)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is not operator.getitem:
-            inserter.reshard_operands(node)
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    for node in nodes:
+        _reuse(node, context)
+    for node in nodes:
+        inserter.reshard_operands(node)
     inserter.reshard_outputs(context.state_pairs)
     return graph
+
+
+def _reuse(node: Node, context: Context) -> None:
+    """The backward reads what the forward's relay left, where that is what it needs and isn't to be moved again."""
+    twin = forward_twin(node)
+    if twin is not None and twin.meta["layout"] == node.meta["layout"] and twin.meta["key"] not in context.recomputed:
+        node.args = (twin,)
 
 
 @dataclass(slots=True)

@@ -24,8 +24,9 @@ import pytest
 
 import passes
 from autopar.cluster.cluster import Cluster, Device, Level
-from autopar.compiling import annotated, compile, parsed_choices, prices
+from autopar.compiling import annotated, compile, keys_again, parsed_choices, prices
 from autopar.layers import Cut, units_of
+from autopar.layout import Layout
 from autopar.planning import plan
 from autopar.plans import Plan
 from autopar.program.parts import Pipeline
@@ -66,9 +67,10 @@ def bare_pipeline(model: str, microbatches: int, num_devices: int, pins: str) ->
     units, _ = units_of(step.capture().gradient.graph)
     joined = annotated(step.capture(), microbatches, Cut(units, tuple(made.node_stage[unit] for unit in units)))
     choices, resharder = parsed_choices(joined, made.choices), Resharder(made.mesh, prices(made.cluster, made.mesh))
-    context = Context(made.mesh, microbatches, choices, joined.state_pairs, resharder)
+    again = keys_again(joined, made.recomputed)
+    context = Context(made.mesh, microbatches, choices, joined.state_pairs, resharder, again)
     graph = joined.graph
-    for step_pass in (passes.lay_out, passes.insert_moves, passes.localise_shapes):
+    for step_pass in (passes.lay_out, passes.insert_moves, passes.localise_shapes, passes.recompute):
         graph = step_pass(graph, context)
     pipeline = passes.split_stages(graph, context)
     for stage in pipeline.stages:
@@ -224,30 +226,39 @@ def test_a_split_vocabulary_never_gathers_its_logits() -> None:
 
 
 def test_sequence_parallelism_turns_each_all_reduce_into_a_pair() -> None:
-    """The backward gathers the two saved inputs of a layer's first linears anew, as Megatron does (their section
-    4.2.2): they are kept split. All else has the volume of the all-reduces."""
+    """The same volume: what the forward gathers for a layer's first linears, the backward reads, too."""
     found = per_layer(2, SEQUENCE)
-    regathered = 2
     assert {call: n for call, n in found.items() if call.part != "update"} == {
-        Call("forward", "tp", "all_gather", ACTIVATION): 2,
-        Call("forward", "tp", "reduce_scatter", ACTIVATION): 2,
-        Call("backward", "tp", "all_gather", ACTIVATION): 2 + regathered,
-        Call("backward", "tp", "reduce_scatter", ACTIVATION): 2,
+        Call(part, "tp", kind, ACTIVATION): 2
+        for part in ("forward", "backward")
+        for kind in ("all_gather", "reduce_scatter")
     }
-    # gradients of what acts on split positions: two norms, and the biases added to partial sums
+    # gradients of what acts on split positions: two norms' scales and shifts
     assert {call: n for call, n in found.items() if call.part == "update"} == {
-        Call("update", "tp", "all_reduce", WIDE * 4): 6
+        Call("update", "tp", "all_reduce", WIDE * 4): 4
     }
 
 
-def test_sequence_parallel_norms_keep_a_share_of_the_activations() -> None:
-    values = bare_pipeline("gpt, 1 wide layers", 1, 2, SEQUENCE).stages[0].values
-    kept = [
-        v.layout
-        for slot, v in values.items()
-        if slot.kind == "saved" and v.layout.global_shape == (BATCH, LENGTH, WIDE)
-    ]
-    assert kept and all(layout.position("tp") is not None for layout in kept)
+def test_what_is_kept_split_is_gathered_anew() -> None:
+    """As Megatron does (their section 4.2.2), which saves memory: each rank keeps a share of the norms' results."""
+    pins = f"{SEQUENCE}, recompute=*norm*"
+    added = per_layer(2, pins) - per_layer(2, SEQUENCE)
+    assert {call: n for call, n in added.items() if call.part == "backward"} == {
+        Call("backward", "tp", "all_gather", ACTIVATION): 2
+    }
+    assert kept_shares(SEQUENCE) == {False, True}
+    assert kept_shares(pins) == {True}
+
+
+def kept_shares(pins: str) -> set[bool]:
+    """Whether tp splits the activations that a block keeps."""
+    values = bare_pipeline("gpt, 1 wide layers", 1, 2, pins).stages[0].values
+    of_shape = [v.layout for slot, v in values.items() if slot.kind == "saved" and _is_activation(v.layout)]
+    return {layout.position("tp") is not None for layout in of_shape}
+
+
+def _is_activation(layout: Layout) -> bool:
+    return layout.global_shape == (BATCH, LENGTH, WIDE)
 
 
 def test_data_and_tensor_parallelism_compose() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,25 @@ def result_values(node: Node) -> list[torch.Tensor | None]:
     value = node.meta["val"]
     items = list(value) if isinstance(value, (tuple, list)) else [value]
     return [item if isinstance(item, torch.Tensor) else None for item in items]
+
+
+_VIEWS = frozenset(
+    {
+        *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.t", "aten.transpose", "aten.permute"),
+        *("aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.slice", "aten.select", "aten.split"),
+        *("aten.split_with_sizes", "aten.alias", "aten.detach", "relay"),
+    }
+)
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node's result shares its operand's storage."""
+    return node.target is operator.getitem or op_name(node) in _VIEWS
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether ATen calls the op pointwise."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def shapes_of(node: Node) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:

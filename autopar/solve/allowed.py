@@ -125,6 +125,9 @@ class PinRules:
 
     # -- pins of modules ---------------------------------------------------------------------------------------
     def _module_wants(self, node: Node, rule: LeafRule) -> Iterable[_Want]:
+        """What the pins of modules ask of a node; how an activation reaches its readers is the readers' affair."""
+        if node.target is markers.relay and node.meta["level"] == "microbatch" and not _is_parameter(node):
+            return
         for number, pin in enumerate(self.pins.modules):
             if not pin.matches(node.meta.get("path", "")) or self.mesh.size(pin.axis) == 1:
                 continue

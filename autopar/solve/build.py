@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.errors import PlanError
-from autopar.joint import StepGraph
+from autopar.joint import StepGraph, forward_twin
 from autopar.layers import block_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -30,9 +30,9 @@ from autopar.pins import matches_module
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, enumerate_choices, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import node_argument, tensor_operands
+from autopar.rules.nodes import is_view, node_argument, tensor_operands
 from autopar.solve import problem as abstract
-from autopar.solve.costs import Compute, compute_costs, is_view, local_bytes
+from autopar.solve.costs import Compute, compute_costs, local_bytes
 from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
 from autopar.solve.modes import Mode, Modes, is_forward, modes_of, producer
 from autopar.solve.problem import Array
@@ -62,11 +62,13 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A choice; for a step-level relay of a parameter whether it gathers (and so holds a copy); for a forward node,
-    with recompute, what becomes of its value until the backward."""
+    with recompute, what becomes of its value until the backward; for a backward relay whether it reads what the
+    forward's relay moved (see `joint.forward_twin`), which is then kept, or moves the value anew."""
 
     choice: Choice
     holds_copy: bool = False
     mode: Mode | None = None
+    is_reused: bool = False
 
 
 @dataclass(slots=True)
@@ -93,15 +95,34 @@ class BuiltProblem:
 
     def recomputed(self, solution: Sequence[int]) -> list[Node]:
         """The forward nodes that run again; views only where they'd otherwise be kept, or bring a move with them."""
-        options = [options[pick] for options, pick in zip(self.strategies, solution, strict=True)]
-        picked = dict(zip(self.nodes, options, strict=True))
+        picked = self._picked(solution)
         again = [node for node, strategy in picked.items() if strategy.mode is Mode.AGAIN]
         return [node for node in again if node.target is not markers.relay and not _is_free_view(node, picked)]
 
+    def moved_again(self, solution: Sequence[int]) -> list[Node]:
+        """The forward's relays whose value the backward moves anew, though it needs what they left."""
+        picked, again = self._picked(solution), []
+        for node, strategy in picked.items():
+            twin = forward_twin(node)
+            if twin is None or strategy.is_reused:
+                continue
+            value, item = producer(node_argument(node, 0))
+            made = result_layouts(value.meta["rule"], picked[value].choice)[_present_index(value, item)]
+            there, here = (result_layouts(n.meta["rule"], picked[n].choice)[0] for n in (twin, node))
+            if made != there == here:
+                again.append(twin)
+        return again
+
     def kept(self, solution: Sequence[int]) -> list[Node]:
-        """The forward nodes whose values are kept for the backward."""
-        picked = zip(self.nodes, self.strategies, solution, strict=True)
-        return [node for node, options, pick in picked if options[pick].mode is Mode.KEPT]
+        """The forward nodes that don't run again whatever reads them; relays where what they moved is reused."""
+        picked = self._picked(solution)
+        reused = {forward_twin(node) for node, strategy in picked.items() if strategy.is_reused}
+        is_kept = {node: is_forward(node) and strategy.mode in (None, Mode.KEPT) for node, strategy in picked.items()}
+        return [node for node in picked if node in reused or (is_kept[node] and node.target is not markers.relay)]
+
+    def _picked(self, solution: Sequence[int]) -> dict[Node, Strategy]:
+        options = [options[pick] for options, pick in zip(self.strategies, solution, strict=True)]
+        return dict(zip(self.nodes, options, strict=True))
 
 
 def build_problem(step: StepGraph, setting: Setting) -> BuiltProblem:
@@ -169,6 +190,7 @@ class _Builder:
         for node in self.graph_nodes:
             self._add_operand_edges(node)
         self._add_shared_gathers()
+        self._add_twins()
         for source, result in self.step.state_pairs:
             self._add_edge(result, self._result(result), source, self._result(source), self._row(result))
         return BuiltProblem(
@@ -187,6 +209,8 @@ class _Builder:
         options = [Strategy(choice, mode=mode) for mode in modes for choice in choices]
         if is_step_relay(node):
             options += [Strategy(choice, holds_copy=True) for choice in choices]
+        if self._may_be_reused(node):
+            options += [Strategy(choice, is_reused=True) for choice in choices]
         once = compute_costs(node, choices, self.setting.mesh, self.setting.compute) * (len(options) // len(choices))
         costs = np.array(once) * np.array([2.0 if option.mode is Mode.AGAIN else 1.0 for option in options])
         self.index[node] = len(self.nodes)
@@ -247,6 +271,7 @@ class _Builder:
             full = full + np.array(sent)[source[1]][:, None]
         if is_step_relay(target_node) and maker.op == "placeholder":
             full = self._copy_rule(full, target_node)
+        full = self._reuse_rule(full, maker, target_node)
         self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], full, row))
 
     def _with_modes(self, full: np.ndarray, source: Node, target: Node) -> np.ndarray:
@@ -289,6 +314,34 @@ class _Builder:
         shares = np.array([not option.holds_copy for option in self.strategies[self.index[relay]]])
         return np.where(shares[None, :] & (full > 0), np.inf, full)
 
+    def _may_be_reused(self, node: Node) -> bool:
+        twin = forward_twin(node)
+        wanted = wanted_again(self.setting.recompute) if self.setting.recompute != "none" else None
+        return twin is not None and (wanted is None or not wanted(twin))
+
+    def _reuse_rule(self, full: np.ndarray, source: Node, relay: Node) -> np.ndarray:
+        """A relay that reads what the forward's relay moved pays nothing here; nor is there anything to reuse where
+        the value is as it needs it. What was dropped can only be reused."""
+        reused = self._is_reused(relay) > 0
+        if not reused.any():
+            return full
+        dropped = (self._in_mode(source, Mode.DROPPED) > 0)[:, None]
+        return np.where(reused[None, :], np.where(full > 0, 0.0, np.inf), np.where(dropped, np.inf, full))
+
+    def _add_twins(self) -> None:
+        """What is reused has the layout in which the forward's relay left it."""
+        for node in self.graph_nodes:
+            reused, twin = self._is_reused(node) > 0, forward_twin(node)
+            if twin is None or not reused.any():
+                continue
+            (here, which_here), (there, which_there) = self._result(node), self._result(twin)
+            same = np.array([[a == b for b in here] for a in there])[which_there][:, which_here]
+            full = np.where(reused[None, :] & ~same, np.inf, 0.0)
+            self.edges.append(abstract.Edge(self.index[twin], self.index[node], full, self._row(node)))
+
+    def _is_reused(self, node: Node) -> Array:
+        return np.array([float(option.is_reused) for option in self.strategies[self.index[node]]])
+
     def _prices(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], width: int) -> np.ndarray:
         key = (sources, targets, width)
         if key not in self.matrices:
@@ -306,6 +359,7 @@ class _Builder:
             operand_bytes=lambda node, i: self._bytes(node, i, tensor_operands(node)[i].meta["val"], results=False),
             in_mode=self._in_mode,
             holds_copy=lambda node: np.array([float(s.holds_copy) for s in self.strategies[self.index[node]]]),
+            is_reused=self._is_reused,
         )
         for node, limit, sizes in holdings.rows():
             memory = self.nodes[self.index[node]].memory

@@ -7,7 +7,6 @@ it; attention has its own count. Every op reads its operands and writes its resu
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.rules.choices import Choice, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import op_name, result_values, tensor_operands
+from autopar.rules.nodes import is_view, op_name, result_values, tensor_operands
 
 Compute = Callable[[float, float, str], float]
 """(operations, bytes, dtype name) → seconds on one device."""
@@ -26,20 +25,8 @@ Compute = Callable[[float, float, str], float]
 MATMULS = frozenset(
     {"aten.mm", "aten.bmm", "aten.dot", "aten.mv", "autopar.linear", "autopar.linear_dx", "autopar.linear_dw"}
 )
-VIEWS = frozenset(
-    {
-        *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.t", "aten.transpose", "aten.permute"),
-        *("aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.slice", "aten.select", "aten.split"),
-        *("aten.split_with_sizes", "aten.alias", "aten.detach", "relay"),
-    }
-)
 _ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}
 """Matmuls of size [s, d] x [d, t] per head: QKᵀ and PV; backward recomputes QKᵀ and adds four (Dao 2022, B.4)."""
-
-
-def is_view(node: Node) -> bool:
-    """Whether the node's result shares its operand's storage."""
-    return node.target is operator.getitem or op_name(node) in VIEWS
 
 
 def flops(node: Node) -> float:

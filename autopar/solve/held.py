@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from autopar import markers
-from autopar.rules.nodes import node_argument, tensor_operands
-from autopar.solve.costs import is_view
+from autopar.joint import forward_twin
+from autopar.rules.nodes import is_view, node_argument, tensor_operands
 from autopar.solve.modes import Mode, Modes, is_forward, producer
 from autopar.solve.problem import Array, Problem
 
@@ -57,7 +57,7 @@ def moments_of(graph: Graph, num_stages: int, microbatches: int, modes: Modes | 
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """What the rows are made of. `result_bytes` and `operand_bytes`: of a node's result or operand on a rank, per
-    strategy of the node; `in_mode` and `holds_copy`: 1 for the strategies that are, else 0."""
+    strategy of the node; `in_mode`, `holds_copy` and `is_reused`: 1 for the strategies that are, else 0."""
 
     graph: Graph
     moments: list[Moment]
@@ -68,6 +68,7 @@ class Holdings:
     operand_bytes: Callable[[Node, int], Array]
     in_mode: Callable[[Node, Mode], Array]
     holds_copy: Callable[[Node], Array]
+    is_reused: Callable[[Node], Array]
 
     def rows(self) -> Iterator[Row]:
         """Every row; a node may have several at a moment."""
@@ -78,6 +79,8 @@ class Holdings:
                 yield from self._always(node, self.holds_copy(node))
             elif self.modes is not None and is_forward(node):
                 yield from self._by_mode(node, self.modes)
+            elif forward_twin(node) is not None:
+                yield from self._reused(node)
         yield from self._gradients()
         yield from self._activations() if self.modes is None else self._foreign(self.modes)
 
@@ -122,6 +125,15 @@ class Holdings:
     def _row(self, value: Node, index: int, count: float = 1.0) -> Row:
         node, item = producer(value)
         return node, index, self.result_bytes(node, item) * count
+
+    def _reused(self, relay: Node) -> Iterator[Row]:
+        """What a backward's relay reads of the forward's, beside the value itself where that is kept, too."""
+        stage, value = relay.meta["stage"], producer(node_argument(relay, 0))[0]
+        block = self.modes.block[value] if self.modes is not None else ""
+        for index, moment in enumerate(self.moments):
+            if moment.stage == stage and moment.has_activations:
+                count = self.in_flight[stage] - (moment.freed is not None and moment.freed == block)
+                yield relay, index, self.result_bytes(relay, 0) * self.is_reused(relay) * count
 
     # -- with recompute ----------------------------------------------------------------------------------------
     def _by_mode(self, node: Node, modes: Modes) -> Iterator[Row]:

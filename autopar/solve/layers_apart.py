@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.solve.build import BuiltProblem
+from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.problem import Problem, Solution
 from autopar.solve.search import solve
 
@@ -25,7 +25,7 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
     if not found.choice or not built.has_modes:
         return found
     kept = [
-        np.array([i for i, option in enumerate(options) if replace(option, mode=options[pick].mode) == options[pick]])
+        np.array([i for i, option in enumerate(options) if _same_layouts(option, options[pick])])
         for options, pick in zip(built.strategies, found.choice, strict=True)
     ]
     hint = tuple(int(np.searchsorted(left, pick)) for left, pick in zip(kept, found.choice, strict=True))
@@ -34,6 +34,10 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
         return solution
     choice = tuple(int(left[pick]) for left, pick in zip(kept, solution.choice, strict=True))
     return replace(found, choice=choice, objective=solution.objective, bound=min(found.bound, solution.objective))
+
+
+def _same_layouts(a: Strategy, b: Strategy) -> bool:
+    return a.choice == b.choice and a.holds_copy == b.holds_copy
 
 
 def restricted(problem: Problem, kept: list[np.ndarray]) -> Problem:

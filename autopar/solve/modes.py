@@ -4,7 +4,8 @@
     modes.of[gelu]          # (Mode.KEPT, Mode.AGAIN): the backward reads it
     modes.of[linear]        # (Mode.AGAIN, Mode.DROPPED): only of use for computing something else again
 
-A value is *needed* when the backward reads it, or when something that may be computed again reads it. What is computed
+What the forward's relay moved may be kept in place of the value itself (`joint.forward_twin`): then that is dropped. A
+value is *needed* when the backward reads it, or when something that may be computed again reads it. What is computed
 again needs each of its forward operands kept or computed again; parameters, buffers and the batch are always there.
 
 Restrictions, beside what follows from that:
@@ -25,9 +26,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar import markers
+from autopar.joint import forward_twin
 from autopar.layers import blocks_of
-from autopar.rules.nodes import argument, node_argument
-from autopar.solve.costs import is_view
+from autopar.rules.nodes import argument, is_view, node_argument
 
 SMALL = 1 / 32
 """Of the greatest value of the block: what takes less is kept where the backward reads it."""
@@ -89,6 +90,8 @@ class _Analysis:
     found: Modes = field(default_factory=Modes)
     read: dict[Node, set[int]] = field(default_factory=dict)
     """The results that the backward of the same stage reads."""
+    irreplaceable: set[Node] = field(default_factory=set)
+    """Those of which it may not read what the forward's relay moved instead."""
     readers: dict[Node, set[str]] = field(default_factory=dict)
     """The blocks that need a node."""
     greatest: dict[str, int] = field(default_factory=dict)
@@ -116,7 +119,14 @@ class _Analysis:
                 self.found.foreign.add((value, reader.meta["stage"]))
                 continue
             self.read.setdefault(node, set()).add(item)
+            if not self.may_be_reused(reader):
+                self.irreplaceable.add(node)
             self.readers.setdefault(node, set()).update(blocks or {self.found.block[reader]})
+
+    def may_be_reused(self, reader: Node) -> bool:
+        """Whether a reader of the backward may read what the forward's relay moved."""
+        twin = forward_twin(reader)
+        return twin is not None and (self.wanted is None or not self.wanted(twin))
 
     def _decide(self, node: Node) -> None:
         again = list(self._again(node))
@@ -144,7 +154,8 @@ class _Analysis:
             return (Mode.KEPT,)
         is_pinned = self.wanted is not None and can_again and self.wanted(node)
         can_keep = not is_pinned and self._may_be_kept(node, is_read, again)
-        modes = [Mode.KEPT] * can_keep + [Mode.AGAIN] * can_again + [Mode.DROPPED] * (not is_read)
+        can_drop = node not in self.irreplaceable
+        modes = [Mode.KEPT] * can_keep + [Mode.AGAIN] * can_again + [Mode.DROPPED] * can_drop
         assert modes, f"{node.meta['key']}: neither kept nor computed again"
         return tuple(modes)
 

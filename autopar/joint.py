@@ -275,7 +275,7 @@ class _Joiner:
                 if user.op == "call_function" and not (user.target is relay and user.meta["phase"] == "prologue"):
                     groups.setdefault(tuple(user.meta[k] for k in ("phase", "level", "stage")), []).append(user)
             for (phase, level, stage), users in groups.items():
-                if len(users) > 1 or _is_read_again(groups, (phase, level, stage)):
+                if len(users) > 1 or (node.op == "call_function" and _is_read_again(groups, (phase, level, stage))):
                     with self.graph.inserting_before(users[0]):
                         shared = self._relay(node, phase, stage, level)
                     for user in users:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar import collectives
+from autopar import collectives, layers
 from autopar.program.parts import Part
 from autopar.program.storages import is_view, local_value, nbytes
 from autopar.rules.nodes import node_argument
@@ -36,20 +36,21 @@ _Key = tuple[Any, ...]
 def bucket_collectives(part: Part, context: Any = None) -> Part:
     """`part` with its small early gathers and late reductions grouped; `context` as for `schedule_collectives`."""
     given = getattr(context, "overlap", context)
-    limit = (given if isinstance(given, Overlap) else Overlap()).bucket_bytes
-    if not any(_is_small(node, limit) for node in part.graph.graph.nodes):
+    limits = given if isinstance(given, Overlap) else Overlap()
+    if not any(_may_travel(node, limits.bucket_bytes) for node in part.graph.graph.nodes):
         return part
-    return edit(part, lambda graph: _bucket(graph, limit))
+    return edit(part, lambda graph: _bucket(graph, limits))
 
 
-def _bucket(graph: fx.Graph, limit: int) -> None:
+def _bucket(graph: fx.Graph, limits: Overlap) -> None:
     early, late = _from_inputs(graph), leads_to_outputs(graph)
-    small = [node for node in graph.nodes if _is_small(node, limit)]
-    gathers = [node for node in small if node.target is collectives.all_gather and node.args[0] in early]
-    for group in _grouped(gathers, lambda node: ()):
-        _hoist(graph, early, group)
-        _merge(graph, group, "", _gathered)
-    reductions = [node for node in small if node.target is not collectives.all_gather and node in late]
+    found = [node for node in graph.nodes if _may_travel(node, limits.bucket_bytes)]
+    gathers = [node for node in found if node.target is collectives.all_gather and node.args[0] in early]
+    for group in _grouped(gathers, lambda node: (_used_in(node, limits.small_bytes),)):
+        place = _used_in(group[0], limits.small_bytes)
+        _draw_together(graph, group, to_beginning=not place)
+        _merge(graph, group, place, _gathered)
+    reductions = [node for node in found if node.target is not collectives.all_gather and node in late]
     for candidates in _grouped(reductions, lambda node: (block_of(node.meta.get("path", "")),)):
         group = _independent(graph, candidates)
         if len(group) > 1:
@@ -57,13 +58,25 @@ def _bucket(graph: fx.Graph, limit: int) -> None:
             _merge(graph, group, group[0].meta.get("path", ""), _reduced)
 
 
-def _is_small(node: fx.Node, limit: int) -> bool:
-    """Whether a collective may go into a bucket: small, and over whole rows where it cuts or joins."""
+def _used_in(gather: fx.Node, small_bytes: int) -> str:
+    """The layer for which something is gathered; of what is small, none: it may come at any time."""
+    path = gather.meta.get("path", "")
+    return "" if _whole_bytes(gather) <= small_bytes else layers.block_of(path) or path
+
+
+def _whole_bytes(node: fx.Node) -> int:
+    """Bytes of what is gathered, or reduced."""
+    gathered = node.target is collectives.all_gather
+    return nbytes(local_value(node if gathered else node_argument(node, 0)))
+
+
+def _may_travel(node: fx.Node, limit: int) -> bool:
+    """Whether a collective may go into a bucket: not too large, and over whole rows where it cuts or joins."""
     if node.op != "call_function" or node.target not in (collectives.all_gather, *REDUCTIONS):
         return False
     by_rows = bool(node.target is collectives.all_reduce or node.args[2] == 0)
     value = local_value(node_argument(node, 0))
-    return by_rows and isinstance(value, Tensor) and value.numel() > 0 and nbytes(value) <= limit
+    return by_rows and isinstance(value, Tensor) and value.numel() > 0 and _whole_bytes(node) <= limit
 
 
 def _grouped(nodes: Iterable[fx.Node], place: Callable[[fx.Node], _Key]) -> list[list[fx.Node]]:
@@ -84,17 +97,18 @@ def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _hoist(graph: fx.Graph, early: set[fx.Node], group: list[fx.Node]) -> None:
-    """Moves the operands of `group`, and then `group`, to the beginning."""
+def _draw_together(graph: fx.Graph, group: list[fx.Node], to_beginning: bool) -> None:
+    """Moves the operands of `group`, and then `group`, to its first, or to the beginning of the graph."""
     needed: set[fx.Node] = set(group)
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
     moved = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
+    first = next(node for node in graph.nodes if node.op != "placeholder" and (to_beginning or node in needed))
+    last = first.prev
     for node in sorted(moved, key=lambda node: node in group):
-        if node is not first:
-            first.prepend(node)
+        last.append(node)
+        last = node
 
 
 def _independent(graph: fx.Graph, candidates: list[fx.Node]) -> list[fx.Node]:

@@ -21,8 +21,10 @@ class Overlap:
     outstanding: int = 64
     """Greatest number of collectives in flight."""
     blocks_ahead: int = 1
-    bucket_bytes: int = 1 << 16
-    """Largest tensor that travels with others."""
+    small_bytes: int = 1 << 16
+    """Largest tensor (whole) whose gather may come long before its use, with those of other blocks."""
+    bucket_bytes: int = 1 << 21
+    """Largest tensor (whole) that travels with others of its block."""
 
 
 @dataclass(frozen=True, slots=True)

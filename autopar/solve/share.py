@@ -10,15 +10,16 @@ objective is that of the expanded choice in the whole problem.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch.fx import Node
 
 from autopar.layers import block_of, blocks_of
-from autopar.rules.nodes import op_name
+from autopar.rules.nodes import node_argument, op_name
 from autopar.solve import problem as abstract
 from autopar.solve.build import BuiltProblem
 from autopar.solve.problem import Solution, evaluate
@@ -26,6 +27,9 @@ from autopar.solve.search import solve
 
 SMALL = 4000
 """Nodes up to which a problem that doesn't fit with equal layers is solved with each layer free."""
+
+NEIGHBOURHOOD = 3
+"""Steps within a block over which nodes that decide as one have the same surroundings."""
 
 
 def solve_shared(built: BuiltProblem, problem: abstract.Problem, *, gap: float, time_limit_s: float = 60.0) -> Solution:
@@ -78,21 +82,47 @@ def _signature(key: str, priced: abstract.Node, strategies: Sequence[Hashable]) 
 def canonical_keys(nodes: Sequence[Node]) -> list[str]:
     """Keys in which blocks have no number: `layers.* layers.*.mlp/linear/forward#0`, counted anew in each block.
 
-    A node outside any block (a residual sum between layers) belongs to the block before it, see `layers.blocks_of`.
+    Nodes of one key are alike in what they read and what reads them, some steps around within the block: a layer that
+    has a node more than the others doesn't shift the numbers of the rest. A node outside any block (a residual sum
+    between layers) belongs to the block before it, see `layers.blocks_of`.
     """
     blocks = blocks_of(nodes[0].graph)
-    counts: Counter[tuple[str, str]] = Counter()
+    block = {node: block_of(node.meta.get("path", "")) or blocks.get(node, "") for node in nodes}
+    colors: dict[Node, Hashable] = {node: _stem(node, block[node]) for node in nodes}
+    for _ in range(NEIGHBOURHOOD):
+        numbers: dict[Hashable, int] = {}
+        colors = {node: numbers.setdefault(_around(node, colors, block), len(numbers)) for node in nodes}
+    counts: Counter[tuple[str, Hashable]] = Counter()
     keys = []
     for node in nodes:
-        path = node.meta.get("path", "")
-        block = block_of(path) or blocks.get(node, "")
-        starred = block.rpartition(".")[0] + ".*" if block_of(block) else block
-        stem = f"{starred} {path.replace(block, starred, 1) if block else path}/{op_name(node)}/{node.meta['phase']}"
-        if node.op != "call_function":
-            stem = f"{starred} {node.meta['key'].replace(block, starred, 1) if block else node.meta['key']}"
-        keys.append(f"{stem}#{counts[block, stem]}")
-        counts[block, stem] += 1
+        keys.append(f"{_stem(node, block[node])}#{colors[node]}.{counts[block[node], colors[node]]}")
+        counts[block[node], colors[node]] += 1
     return keys
+
+
+def _stem(node: Node, block: str) -> str:
+    starred = block.rpartition(".")[0] + ".*" if block_of(block) else block
+    if node.op != "call_function":
+        return f"{starred} {node.meta['key'].replace(block, starred, 1) if block else node.meta['key']}"
+    path = node.meta.get("path", "")
+    return f"{starred} {path.replace(block, starred, 1) if block else path}/{op_name(node)}/{node.meta['phase']}"
+
+
+def _around(node: Node, colors: Mapping[Node, Hashable], block: Mapping[Node, str]) -> Hashable:
+    """A node's color with those of its operands, in order, and of its readers; other blocks' are all the same."""
+
+    def color(other: Node) -> tuple[str, Hashable]:
+        if other.target is operator.getitem:
+            return f"item {other.args[1]}", color(node_argument(other, 0))[1]
+        return ("", colors[other]) if block.get(other) == block[node] else ("", "elsewhere")
+
+    readers = {user for direct in node.users for user in (_readers(direct))}
+    operands = tuple(map(color, node.all_input_nodes))
+    return colors[node], operands, tuple(sorted({str(color(user)) for user in readers}))
+
+
+def _readers(user: Node) -> Iterable[Node]:
+    return user.users if user.target is operator.getitem else (user,)
 
 
 def _merged(members: list[abstract.Node]) -> abstract.Node:

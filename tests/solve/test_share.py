@@ -1,5 +1,7 @@
 """Equal layers as one: the quotient's objective is that of the expanded choice, and costs little."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,12 +10,13 @@ from autopar import TrainStep
 from autopar.cluster import parse_cluster
 from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
-from autopar.pins import Pins
+from autopar.pins import Pins, parse_pins
 from autopar.planning import GAP, _Search
 from autopar.solve.build import build_problem
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
 from autopar.solve.share import canonical_keys, share, solve_shared
+from tests.virtual.step_models import step_of
 
 
 class Layers(nn.Module):
@@ -67,3 +70,35 @@ def test_sharing_loses_little_and_never_gains():
 
 def test_the_quotient_is_as_large_for_more_layers():
     assert len(share(built(12)).problem.nodes) == len(share(built(5)).problem.nodes)
+
+
+def test_a_node_more_in_one_layer_shifts_no_other():
+    """The decisions of Llama's layers, of which the first has a relay less, are numbered alike (found by a plan with
+    two all-to-alls around a relay of the first layer, which decided as another relay of the others)."""
+    step = step_of("llama, 3 layers")
+    search = _Search(step, step.capture(), parse_cluster("2xcpu"), parse_pins("tp=2"), 1e9, lambda _: None)
+    graph = search._graph(Cut.single(units_of(step.capture().gradient.graph)[0]))
+    problem = build_problem(graph, search._setting(graph, Mesh.parse("pp=1 dp=1 tp=2")))
+    solution = solve_shared(problem, replace(problem.problem, limits=(), nodes=without_memory(problem)), gap=0.0)
+    assert improvements(problem.problem, solution.choice) == []
+
+
+def improvements(problem, choice) -> list[str]:
+    """Nodes of which another strategy alone costs less; every row counts once."""
+    near = [[] for _ in problem.nodes]
+    for edge in problem.edges:
+        near[edge.source].append(edge)
+        near[edge.target].append(edge)
+    found = []
+    for index, node in enumerate(problem.nodes):
+        costs = node.cost.copy()
+        for edge in near[index]:
+            is_source = edge.source == index
+            costs += edge.cost[:, choice[edge.target]] if is_source else edge.cost[choice[edge.source]]
+        if costs.min() < costs[choice[index]] * (1 - 1e-9) - 1e-12:
+            found.append(node.name)
+    return found
+
+
+def without_memory(problem):
+    return tuple(replace(node, memory={}) for node in problem.problem.nodes)

@@ -160,6 +160,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "perceptrons, 8 rows": (Perceptrons, lambda: token_batch(8), adamw),
     "llama": (llama, hf_batch, adamw),
     "llama, 2 layers": (functools.partial(llama, layers=2), hf_batch, momentum),
+    "llama, 3 layers": (functools.partial(llama, layers=3), hf_batch, momentum),
     "gpt2": (gpt2, hf_batch, momentum),
     "convnet": (ConvNet, images, momentum),
     "squares": (Squares, lambda: {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(1))}, adamw),

@@ -72,6 +72,8 @@ class Level:
     efficiency: float = 1.0
     shared: bool = False
     """Whether `bytes_per_s` is that of one unit (a node's only NIC), which the devices inside it share."""
+    direct: bool = False
+    """Whether an all-reduce may send each rank's whole tensor to every other at once, where that is faster."""
     source: str = ""
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS

@@ -18,9 +18,11 @@ Sources: ring volumes, github.com/NVIDIA/nccl-tests doc/PERFORMANCE.md; time = l
 latency per hop, github.com/NVIDIA/nccl src/graph/tuning.cc; Thakur et al., Optimization of Collective Communication
 Operations in MPICH, 2005.
 
+Where links are `direct`, an all-reduce takes n−1 messages of S instead, if that is faster (latency counts half).
+
 Invariants:
 - one rank alone sends nothing and takes no time;
-- an all-reduce costs what a reduce-scatter and an all-gather of the same tensor cost, but for one base time.
+- a ring's all-reduce costs what a reduce-scatter and an all-gather of the same tensor cost, but for one base time.
 """
 
 from __future__ import annotations
@@ -67,7 +69,11 @@ def collective_s(kind: str, num_bytes: int, num_ranks: int, link: Link) -> float
     entry = _kind(kind)
     bytes_per_s = link.peer_bytes_per_s if entry.crosses else link.bytes_per_s
     sent_s = float(entry.sent(num_ranks)) * num_bytes / bytes_per_s
-    return link.base_s + entry.hops(num_ranks) * link.latency_s + sent_s
+    ring_s = link.base_s + entry.hops(num_ranks) * link.latency_s + sent_s
+    if kind != "all_reduce" or not link.direct:
+        return ring_s
+    direct_s = (num_ranks - 1) * (link.latency_s + num_bytes / link.peer_bytes_per_s)
+    return min(ring_s, link.base_s + direct_s)
 
 
 def _kind(kind: str) -> _Kind:

@@ -44,6 +44,8 @@ class Link:
     """How many groups share one port of that level."""
     peer_bytes_per_s: float
     """Of one rank that sends to a rank at the other end of the outermost level: point to point, all-to-all."""
+    direct: bool = False
+    """Whether a small all-reduce goes straight from each rank to all others, as ours on gloo does."""
 
     def __str__(self) -> str:
         return f"{self.level} {self.bytes_per_s / 1e9:.4g} GB/s {self.latency_s * 1e6:.3g} us"
@@ -100,7 +102,8 @@ def axis_link(cluster: Cluster, mesh: Mesh, axis: str) -> Link:
     hops = [(math.prod(outer.extent for outer in spans[:i]) * (span.extent - 1)) for i, span in enumerate(spans)]
     latency_s = sum(n * span.level.latency_s for n, span in zip(hops, spans, strict=True)) / max(1, sum(hops))
     peer = min(_peer_bytes_per_s(span) for span in spans)
-    return Link(bytes_per_s, latency_s, max(span.level.base_s for span in spans), level, sharing, peer)
+    base_s, direct = max(span.level.base_s for span in spans), all(span.level.direct for span in spans)
+    return Link(bytes_per_s, latency_s, base_s, level, sharing, peer, direct)
 
 
 @dataclass(frozen=True, slots=True)

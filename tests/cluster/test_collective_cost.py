@@ -1,5 +1,6 @@
 """Volumes and seconds of collectives: exact formulas, and published measurements."""
 
+import dataclasses
 import math
 
 import pytest
@@ -75,3 +76,12 @@ def test_published_times_on_8xh100(num_bytes, measured_s):
     cluster = parse_cluster("8xh100")
     seconds = collective_s("all_reduce", num_bytes, 8, axis_link(cluster, Mesh.parse("dp=8"), "dp"))
     assert abs(seconds / measured_s - 1) < 0.15
+
+
+def test_a_direct_all_reduce_saves_latency_where_it_is_small():
+    direct = dataclasses.replace(LINK, direct=True)
+    for num_ranks in (2, 4):
+        small = (num_ranks - 1) * (LINK.latency_s + 8 / LINK.peer_bytes_per_s)
+        assert math.isclose(collective_s("all_reduce", 8, num_ranks, direct), LINK.base_s + small)
+    assert collective_s("all_reduce", 1 << 30, 4, direct) == collective_s("all_reduce", 1 << 30, 4, LINK)
+    assert collective_s("all_gather", 8, 4, direct) == collective_s("all_gather", 8, 4, LINK)

@@ -18,7 +18,7 @@ def test_cpu_preset_is_fixed():
     assert cluster.device.memory_bytes == 4 * 2**30
     assert cluster.device.flops_per_s["float32"] == 50e9
     assert cluster.device.bytes_per_s == 10e9
-    assert cluster.levels[0] == Level("loopback", 2, 2e9, 100e-6, source=cluster.levels[0].source)
+    assert cluster.levels[0] == Level("loopback", 2, 2e9, 100e-6, direct=True, source=cluster.levels[0].source)
 
 
 @pytest.mark.parametrize(

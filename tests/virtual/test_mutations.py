@@ -141,8 +141,11 @@ def test_without_a_bug_nothing_differs() -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_bug_in_a_pass(bug: str) -> None:
     change, part = BUGS[bug]
-    seeded = Seeded(change, part)
-    caught = is_caught("gpt", 2, "dp=2", 0, (seeded,))
+    for seed in range(8):  # of random plans, the first that has what the bug spoils
+        seeded = Seeded(change, part)
+        caught = is_caught("gpt", 2, "dp=2", seed, (seeded,))
+        if seeded.struck:
+            break
     assert seeded.struck, "the bug found nothing to strike"
     assert caught
 

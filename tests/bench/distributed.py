@@ -14,7 +14,8 @@ Ranks and gloo's threads share the processors, so most of an excess is processor
 rank, gloo's threads included): other load on the machine disturbs it less.
 
 `DTensor TP` splits as torchtitan's tensor parallelism without sequence parallelism (all-reduces), `DTensor TP+SP` with
-it; `autopar tp2` is what the solver makes of the pin `tp=2`.
+it; `autopar tp2` is what the solver makes of the pin `tp=2` (here with sequence parallelism), and in `whole norms` the
+norms are pinned to be whole, as in DTensor TP.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ PEERS = {
     "autopar dp2": ("DDP",),
     "autopar zero-3": ("FSDP2",),
     "autopar tp2": ("DTensor TP", "DTensor TP+SP"),
+    "autopar tp2 whole norms": ("DTensor TP",),
 }
 """What each of ours is set in relation to."""
 COLUMNS = {

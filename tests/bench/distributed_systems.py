@@ -41,7 +41,12 @@ RANKS = 2
 SEQUENCE = 256
 VOCABULARY = 2048
 LR = 1e-4
-PINS = {"autopar dp2": "dp=2, zero=0", "autopar zero-3": "dp=2, zero=3", "autopar tp2": "tp=2"}
+PINS = {
+    "autopar dp2": "dp=2, zero=0",
+    "autopar zero-3": "dp=2, zero=3",
+    "autopar tp2": "tp=2",
+    "autopar tp2 whole norms": "tp=2, *norm*: tp=none",
+}
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 """The linear layers whose outputs, and whose inputs, tensor parallelism splits."""

@@ -97,4 +97,5 @@ def _parts(objective: float, rows: tuple[float, ...], stages: int, count: int) -
     """The step time as work of the slowest stage, bubble, and update; sums to the objective."""
     update = max(rows[stages : 2 * stages])
     work = count * max(rows[:stages])
-    return {"microbatches": work, "bubble": max(0.0, objective - update - work), "update": update}
+    bubble = max(0.0, objective - update - work) if stages > 1 else 0.0
+    return {"microbatches": work, "bubble": bubble, "update": update}

@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import PlanError
 from autopar.program.launch import TIMED_OUT, run_ranks
 from autopar.program.trainer import Trainer
+from tests.dist.agreement import agreement
 
 sys.path.insert(0, str(Path(__file__).parent))
 import hand_built as hb
@@ -21,6 +22,13 @@ ENV = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ
 @pytest.mark.parametrize(("check", "num_ranks"), [("four_ranks", 4), ("zero3", 2)])
 def test_ranks_agree_with_the_virtual_mesh(check, num_ranks, tmp_path):
     assert run_ranks(num_ranks, [CHECKS, check, str(tmp_path)], env=ENV, timeout_s=120) == 0
+
+
+def test_ranks_run_plans_of_models_as_the_virtual_mesh_does():
+    """Bit for bit with deterministic reductions; more models: `python -m tests.dist.agreement`."""
+    for title, (exact, close) in agreement(["gpt", "convnet"], steps=2).items():
+        assert exact == 0, title
+        assert close <= 1e-6, title
 
 
 def test_ranks_with_different_programs_are_refused(tmp_path, capfd):

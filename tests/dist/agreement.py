@@ -1,0 +1,140 @@
+"""Four real gloo ranks agree with the virtual mesh: bit for bit when reductions are deterministic, else to 1e-6.
+
+    python -m tests.dist.agreement                              # every model, the solver's plan and dp=2 tp=2
+    python -m tests.dist.agreement --models gpt llama --steps 5
+
+For each model the plan is made and run on the virtual mesh in the program's own precision; then 4 ranks run the same
+program, once with `deterministic=True`, once without, from the same weights. Losses and every value of the state are
+compared; the table says how far apart they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.compiling import compile
+from autopar.planning import plan
+from autopar.plans import Plan
+from autopar.program.launch import run_ranks
+from autopar.program.parts import Slot
+from autopar.program.program import Program
+from autopar.program.virtual import VirtualMesh
+from tests.virtual.step_models import MODELS, step_of, weights_of
+
+RANKS = 4
+PINS = ("", "dp=2, tp=2")
+TOLERANCE = {True: 0.0, False: 1e-6}
+"""By whether reductions are deterministic; relative to the greatest element."""
+
+State = dict[str, Any]
+
+
+def expected_state(program: Program, steps: int) -> State:
+    """Losses and the final state on the virtual mesh."""
+    step, mesh = program.step, VirtualMesh(program.pipeline)
+    present = {slot for stage in program.pipeline.stages for slot in stage.values}
+    initial = {**weights_of(step), **zero_states(program)}
+    slots = {slot: initial[slot.name] for slot in present if slot.kind in ("param", "buffer", "state")}
+    mesh.load({slot: value.clone() for slot, value in slots.items()})
+    losses = [float(mesh.step(step.batch_tensors(), step.capture().scalars)["loss"]) for _ in range(steps)]
+    return {"losses": losses, **{str(slot): mesh.gather(slot) for slot in slots}}
+
+
+def zero_states(program: Program) -> dict[str, torch.Tensor]:
+    """Optimizers here start from zeros."""
+    values = {slot: value for stage in program.pipeline.stages for slot, value in stage.values.items()}
+    return {
+        slot.name: torch.zeros(value.layout.global_shape, dtype=value.dtype)
+        for slot, value in values.items()
+        if slot.kind == "state"
+    }
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+def rank_main(folder: Path, steps: int) -> None:
+    """Runs every program of the folder in both ways; rank 0 writes the greatest differences."""
+    dist.init_process_group("gloo")
+    found: dict[str, list[float]] = {}
+    for path in sorted(folder.glob("*.json")):
+        for deterministic in TOLERANCE:
+            found.setdefault(path.stem, []).append(greatest_difference(path, steps, deterministic))
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def greatest_difference(path: Path, steps: int, deterministic: bool) -> float:
+    """Of any loss and any value of the state, on any rank."""
+    expected: State = torch.load(path.with_suffix(".pt"))
+    made = Plan.load(str(path))
+    step = step_of(expected["model"], made.microbatches)
+    trainer = compile(step, made).start(deterministic=deterministic)
+    for name, weight in weights_of(step).items():
+        for kind in ("param", "buffer"):
+            if (slot := Slot(kind, name)) in trainer.executor.slots:
+                trainer.state.load(slot, weight.clone())
+    losses = [float(trainer.step(step.batch)["loss"]) for _ in range(steps)]
+    found = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)]
+    found += state_differences(trainer, expected)
+    trainer.communicator.close()
+    worst = torch.tensor(max(found), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def state_differences(trainer: Any, expected: State) -> list[float]:
+    whole = trainer.full_state_dict()
+    slots = [(Slot(kind, name), value) for name, value in whole.items() for kind in ("param", "buffer")]
+    pairs = [(value, expected.get(str(slot))) for slot, value in slots]
+    return [_difference(got.double(), wanted.double()) for got, wanted in pairs if wanted is not None]
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)) if wanted.numel() else 0.0
+
+
+# -- results ------------------------------------------------------------------------------------------------------
+def agreement(models: list[str], steps: int) -> dict[str, list[float]]:
+    """`"model; pins"` → greatest differences with deterministic reductions and without."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for index, (model, pins) in enumerate((model, pins) for model in models for pins in PINS):
+            made = plan(step_of(model, 2), f"{RANKS}xcpu", pin=pins or None)
+            program = compile(step_of(model, 2), made)
+            made.save(str(folder / f"{index}.json"))
+            state = {"model": model, "title": f"{model}; {pins or 'solver'}", **expected_state(program, steps)}
+            torch.save(state, folder / f"{index}.pt")
+        env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+        command = ["-m", "tests.dist.agreement", "--rank", str(folder), "--steps", str(steps)]
+        status = run_ranks(RANKS, command, env=env, timeout_s=600)
+        if status:
+            raise SystemExit(f"the ranks ended with status {status}")
+        found: dict[str, list[float]] = torch.load(folder / "found.pt")
+        return {torch.load(folder / f"{stem}.pt")["title"]: differences for stem, differences in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.rank:
+        rank_main(Path(arguments.rank), arguments.steps)
+        return
+    print("| model; plan | deterministic | otherwise |\n|---|---|---|")
+    for title, (exact, close) in agreement(arguments.models, arguments.steps).items():
+        print(f"| {title} | {'bit for bit' if exact == 0 else f'{exact:.1e}'} | {close:.1e} |")
+
+
+if __name__ == "__main__":
+    main()

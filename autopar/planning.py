@@ -270,7 +270,7 @@ class _Search:
         return self.graphs[cut]
 
     def _setting(self, step: StepGraph, mesh: Mesh) -> Setting:
-        price = prices(self.cluster, mesh)
+        price, allowed = prices(self.cluster, mesh), bind_pins(self.pins, step.graph, mesh)
         stages, count = mesh.num_stages, self.step.microbatches
         return Setting(
             mesh=mesh,
@@ -280,7 +280,8 @@ class _Search:
             compute=self._compute_s,
             resharder=Resharder(mesh, price),
             transfer=lambda num_bytes: price("p2p", "pp", num_bytes) if stages > 1 else 0.0,
-            allowed=bind_pins(self.pins, step.graph, mesh),
+            allowed=allowed,
+            alike=allowed.alike,
             recompute=self.pins.recompute or "none",
         )
 

@@ -15,7 +15,7 @@ A pin asks only where it can be met: a factor that doesn't divide, or that the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -70,6 +70,13 @@ class PinRules:
             return False
         free = [axis for axis in self.mesh.spmd.names if all(want.axis != axis for want in self._wants[node])]
         return all(self._axis_allows(axis, node, rule, by_axis.get(axis)) for axis in free)
+
+    def alike(self, node: Node, rule: LeafRule) -> Hashable:
+        """Equal for nodes, of one op and equal rules, of which the pins ask the same."""
+        where = tuple((factor.atom in self.batch, factor.atom in self.sequence) for factor in rule.factors)
+        modules = tuple(pin.matches(node.meta.get("path", "")) for pin in self.pins.modules)
+        is_activation = bool(modules) and node.target is markers.relay and not _is_parameter(node)
+        return where, modules, self.weight_dims.get(node), _state_kind(node), is_activation
 
     # -- pins of whole axes ------------------------------------------------------------------------------------
     def _axis_allows(self, axis: str, node: Node, rule: LeafRule, split: Split | None) -> bool:

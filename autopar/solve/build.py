@@ -13,8 +13,9 @@ and the resharding of its operands a second time; what the backward gathers of a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -30,7 +31,7 @@ from autopar.pins import matches_module
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, enumerate_choices, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import is_view, node_argument, tensor_operands
+from autopar.rules.nodes import is_view, node_argument, op_name, result_values, tensor_operands
 from autopar.solve import problem as abstract
 from autopar.solve.costs import Compute, compute_costs, local_bytes
 from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
@@ -55,6 +56,8 @@ class Setting:
     transfer: Callable[[float], float]
     """Bytes → seconds, between neighbouring stages."""
     allowed: Allowed
+    alike: Callable[[Node, LeafRule], Hashable] = lambda node, rule: node
+    """Equal for nodes, of one op and equal rules, of which the same choices are allowed."""
     recompute: str = "none"
     """`none`, `auto` (where it pays), `full` (every block), or a glob of the modules that run again."""
 
@@ -172,7 +175,10 @@ class _Builder:
     nodes: list[abstract.Node] = field(default_factory=list)
     graph_nodes: list[Node] = field(default_factory=list)
     strategies: list[list[Strategy]] = field(default_factory=list)
-    layouts: dict[tuple[Node, int], tuple[list[Layout], np.ndarray]] = field(default_factory=dict)
+    first: dict[Hashable, Node] = field(default_factory=dict)
+    """Of nodes that have the same strategies at the same costs, the first."""
+    derived: dict[Hashable, Any] = field(default_factory=dict)
+    """What was derived from strategies (one list object for all alike nodes), by what it is."""
     matrices: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int], np.ndarray] = field(default_factory=dict)
     edges: list[abstract.Edge] = field(default_factory=list)
     modes: Modes | None = None
@@ -202,21 +208,38 @@ class _Builder:
 
     # -- nodes -------------------------------------------------------------------------------------------------
     def _add_node(self, node: Node) -> None:
+        options, costs = self._options(self.first.setdefault(self._alike(node), node))
+        self.index[node] = len(self.nodes)
+        self.nodes.append(abstract.Node(node.meta["key"], costs, self._row(node), {}))
+        self.graph_nodes.append(node)
+        self.strategies.append(options)
+
+    def _alike(self, node: Node) -> Hashable:
+        """Equal for nodes that have the same strategies at the same costs."""
+        rule: LeafRule = node.meta["rule"]
+        kind = op_name(node) if node.op == "call_function" else node.meta["role"].kind
+        values = (*(o.meta["val"] for o in tensor_operands(node)), *(v for v in result_values(node) if v is not None))
+        dtypes, modes = tuple(value.dtype for value in values), self._modes(node)
+        place = (node.meta["phase"], self._row(node), is_step_relay(node), self._may_be_reused(node))
+        return id(rule.memo), self.setting.alike(node, rule), kind, dtypes, modes, place
+
+    def _modes(self, node: Node) -> tuple[Mode | None, ...]:
+        return self.modes.of[node] if self.modes is not None and is_forward(node) else (None,)
+
+    def _options(self, node: Node) -> tuple[list[Strategy], Array]:
+        if node in self.index:
+            index = self.index[node]
+            return self.strategies[index], self.nodes[index].cost
         rule: LeafRule = node.meta["rule"]
         choices = [c for c in self._choices(node, rule) if self.setting.allowed(node, rule, c)]
         assert choices, f"{node.meta['key']}: no choice is allowed"
-        modes = self.modes.of[node] if self.modes is not None and is_forward(node) else (None,)
-        options = [Strategy(choice, mode=mode) for mode in modes for choice in choices]
+        options = [Strategy(choice, mode=mode) for mode in self._modes(node) for choice in choices]
         if is_step_relay(node):
             options += [Strategy(choice, holds_copy=True) for choice in choices]
         if self._may_be_reused(node):
             options += [Strategy(choice, is_reused=True) for choice in choices]
         once = compute_costs(node, choices, self.setting.mesh, self.setting.compute) * (len(options) // len(choices))
-        costs = np.array(once) * np.array([2.0 if option.mode is Mode.AGAIN else 1.0 for option in options])
-        self.index[node] = len(self.nodes)
-        self.nodes.append(abstract.Node(node.meta["key"], costs, self._row(node), {}))
-        self.graph_nodes.append(node)
-        self.strategies.append(options)
+        return options, np.array(once) * np.array([2.0 if option.mode is Mode.AGAIN else 1.0 for option in options])
 
     def _choices(self, node: Node, rule: LeafRule) -> list[Choice]:
         if node.op != "call_function":
@@ -236,18 +259,15 @@ class _Builder:
         return self._distinct(maker, item, results=True)
 
     def _distinct(self, node: Node, item: int, results: bool) -> tuple[list[Layout], np.ndarray]:
-        key = (node, item if results else -1 - item)
-        if key not in self.layouts:
-            derive = result_layouts if results else operand_layouts
-            rule: LeafRule = node.meta["rule"]
-            position = _present_index(node, item) if results else item
+        options, position = self.strategies[self.index[node]], _present_index(node, item) if results else item
+        key = ("layouts", id(options), position, results)
+        if key not in self.derived:
+            derive, rule = result_layouts if results else operand_layouts, node.meta["rule"]
             found: dict[Layout, int] = {}
-            which = [
-                found.setdefault(derive(rule, option.choice)[position], len(found))
-                for option in self.strategies[self.index[node]]
-            ]
-            self.layouts[key] = (list(found), np.array(which))
-        return self.layouts[key]
+            which = [found.setdefault(derive(rule, option.choice)[position], len(found)) for option in options]
+            self.derived[key] = (list(found), np.array(which))
+        layouts: tuple[list[Layout], np.ndarray] = self.derived[key]
+        return layouts
 
     def _add_operand_edges(self, node: Node) -> None:
         for i, operand in enumerate(tensor_operands(node)):
@@ -263,30 +283,54 @@ class _Builder:
         row: int,
     ) -> None:
         maker, _ = producer(value)
-        width = value.meta["val"].element_size()
-        matrix = self._prices(tuple(source[0]), tuple(target[0]), width)
-        full = self._with_modes(matrix[source[1]][:, target[1]], maker, target_node)
-        if value.meta["stage"] != target_node.meta["stage"] and value.meta.get("role") is None:
-            sent = [self.setting.transfer(local_bytes(layout, width, self.setting.mesh)) for layout in source[0]]
-            full = full + np.array(sent)[source[1]][:, None]
-        if is_step_relay(target_node) and maker.op == "placeholder":
-            full = self._copy_rule(full, target_node)
-        full = self._reuse_rule(full, maker, target_node)
-        self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], full, row))
+        crosses = value.meta["stage"] != target_node.meta["stage"] and value.meta.get("role") is None
+        from_input = is_step_relay(target_node) and maker.op == "placeholder"
+        runs = self._runs(target_node) if self.modes is not None and is_forward(target_node) else 0
+        ends = (id(self.strategies[self.index[n]]) for n in (maker, target_node))
+        width, is_within = value.meta["val"].element_size(), self._is_within(maker, target_node)
+        key = ("edge", *ends, id(source), id(target), width, crosses, from_input, runs, is_within)
+        if key not in self.derived:
+            matrix = self._prices(tuple(source[0]), tuple(target[0]), width)
+            full = self._with_modes(matrix[source[1]][:, target[1]], maker, target_node)
+            if crosses:
+                sent = [self.setting.transfer(local_bytes(layout, width, self.setting.mesh)) for layout in source[0]]
+                full = full + np.array(sent)[source[1]][:, None]
+            if from_input:
+                full = self._copy_rule(full, target_node)
+            self.derived[key] = self._reuse_rule(full, maker, target_node)
+        self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], self.derived[key], row))
+
+    def _runs(self, node: Node) -> int:
+        """How often the backward moves the operands of what it computes again."""
+        assert self.modes is not None
+        return 0 if self._backward_relay(node) is not None else self.modes.runs[node]
+
+    @staticmethod
+    def _is_within(source: Node, target: Node) -> bool:
+        """Whether a value passes from forward to forward within a stage, where modes couple."""
+        return is_forward(source) and is_forward(target) and source.meta["stage"] == target.meta["stage"]
 
     def _with_modes(self, full: np.ndarray, source: Node, target: Node) -> np.ndarray:
         """What is computed again needs its operand kept or computed again, and reshards it again."""
         again = self._in_mode(target, Mode.AGAIN) > 0
         if self.modes is None or not again.any():
             return full
-        runs = 0 if self._backward_relay(target) is not None else self.modes.runs[target]
-        full = np.where(again[None, :], full * (1 + runs), full)
-        if not is_forward(source) or source.meta["stage"] != target.meta["stage"]:
+        full = np.where(again[None, :], full * (1 + self._runs(target)), full)
+        if not self._is_within(source, target):
             return full
         return np.where((self._in_mode(source, Mode.DROPPED) > 0)[:, None] & again[None, :], np.inf, full)
 
-    def _in_mode(self, node: Node, mode: Mode) -> np.ndarray:
-        return np.array([float(option.mode is mode) for option in self.strategies[self.index[node]]])
+    def _in_mode(self, node: Node, mode: Mode) -> Array:
+        return self._flags(node, mode, lambda option: option.mode is mode)
+
+    def _flags(self, node: Node, name: Hashable, holds: Callable[[Strategy], bool]) -> Array:
+        """1 for the strategies of a node of which something holds, else 0."""
+        options = self.strategies[self.index[node]]
+        key = (name, id(options))
+        if key not in self.derived:
+            self.derived[key] = np.array([float(holds(option)) for option in options])
+        flags: Array = self.derived[key]
+        return flags
 
     def _backward_relay(self, node: Node) -> Node | None:
         """The relay that brings a parameter to the backward of the stage to whose forward `node` brings it."""
@@ -340,7 +384,7 @@ class _Builder:
             self.edges.append(abstract.Edge(self.index[twin], self.index[node], full, self._row(node)))
 
     def _is_reused(self, node: Node) -> Array:
-        return np.array([float(option.is_reused) for option in self.strategies[self.index[node]]])
+        return self._flags(node, "reused", lambda option: option.is_reused)
 
     def _prices(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], width: int) -> np.ndarray:
         key = (sources, targets, width)
@@ -358,7 +402,7 @@ class _Builder:
             result_bytes=lambda node, item: self._bytes(node, item, _item(node, item), results=True),
             operand_bytes=lambda node, i: self._bytes(node, i, tensor_operands(node)[i].meta["val"], results=False),
             in_mode=self._in_mode,
-            holds_copy=lambda node: np.array([float(s.holds_copy) for s in self.strategies[self.index[node]]]),
+            holds_copy=lambda node: self._flags(node, "copy", lambda option: option.holds_copy),
             is_reused=self._is_reused,
         )
         for node, limit, sizes in holdings.rows():
@@ -368,9 +412,12 @@ class _Builder:
 
     def _bytes(self, node: Node, item: int, value: Tensor, results: bool) -> Array:
         """Bytes of one result (or operand) of a node on a rank, per strategy."""
-        layouts, which = self._distinct(node, item, results)
-        sizes = [local_bytes(layout, value.element_size(), self.setting.mesh) for layout in layouts]
-        per_strategy: Array = np.array(sizes)[which]
+        found, width = self._distinct(node, item, results), value.element_size()
+        key = ("bytes", id(found), width)
+        if key not in self.derived:
+            sizes = [local_bytes(layout, width, self.setting.mesh) for layout in found[0]]
+            self.derived[key] = np.array(sizes)[found[1]]
+        per_strategy: Array = self.derived[key]
         return per_strategy
 
     def _limits(self) -> tuple[abstract.Limit, ...]:

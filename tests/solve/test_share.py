@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,3 +103,33 @@ def improvements(problem, choice) -> list[str]:
 
 def without_memory(problem):
     return tuple(replace(node, memory={}) for node in problem.problem.nodes)
+
+
+@pytest.mark.parametrize(
+    ("pins", "mesh", "recompute"),
+    [
+        ("tp=2", "pp=1 dp=2 tp=2", "none"),
+        ("dp=2, zero=3, blocks.1: tp=none", "pp=1 dp=2 tp=2", "auto"),
+        ("*.up: tp=out", "pp=2 dp=1 tp=2", "auto"),
+        ("", "pp=2 dp=2 tp=1", "full"),
+    ],
+)
+def test_alike_nodes_share_what_each_would_have(pins, mesh, recompute):
+    """The problem is the same as where every node derives its own strategies, prices and bytes."""
+    step = step_of("gpt, 3 layers", 2)
+    mesh = Mesh.parse(mesh)
+    search = _Search(step, step.capture(), parse_cluster("4xcpu"), parse_pins(pins), 1e9, lambda _: None)
+    units = units_of(step.capture().gradient.graph)[0]
+    cut = Cut.single(units) if mesh.num_stages == 1 else Cut.from_boundaries(units, [0, len(units) // 2])
+    graph = search._graph(cut)
+    setting = replace(search._setting(graph, mesh), recompute=recompute)
+    shared = build_problem(graph, setting)
+    alone = build_problem(graph, replace(setting, alike=lambda node, rule: node))
+    assert shared.strategies == alone.strategies
+    for a, b in zip(shared.problem.nodes, alone.problem.nodes, strict=True):
+        assert (a.name, a.row, list(a.memory)) == (b.name, b.row, list(b.memory))
+        np.testing.assert_allclose(a.cost, b.cost, rtol=1e-12)
+        np.testing.assert_allclose(list(a.memory.values()), list(b.memory.values()))
+    for a, b in zip(shared.problem.edges, alone.problem.edges, strict=True):
+        assert (a.source, a.target, a.row) == (b.source, b.target, b.row)
+        np.testing.assert_allclose(a.cost, b.cost, rtol=1e-12)

@@ -47,6 +47,14 @@ class StepGraph:
     cut: Cut
     state_pairs: tuple[tuple[Node, Node], ...]
 
+    def copied(self) -> StepGraph:
+        """The same with a graph of its own, its nodes' metadata included."""
+        graph, known = Graph(), dict[Node, Node]()
+        for node in self.graph.nodes:
+            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node].meta = dict(node.meta)
+        return StepGraph(graph, self.cut, tuple((known[a], known[b]) for a, b in self.state_pairs))
+
 
 def join(captured: Captured, microbatches: int, cut: Cut | None = None) -> StepGraph:
     """Builds the step graph; without `cut` there is one stage."""

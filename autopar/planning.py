@@ -221,13 +221,12 @@ class _Search:
         mesh, choices = self._named_by_role(mesh, step, choices)
         rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
         texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
-        fresh = annotated(self.captured, self.step.microbatches, cut)  # lowering rewrites the graph
         schedule = self._schedule()
         ops = built.recomputed(solution.choice)
         again = tuple(node.meta["key"] for node in (*ops, *built.moved_again(solution.choice)))
         recomputed = forward_globs(again, keep_out={node.meta["key"] for node in built.kept(solution.choice)})
         count, price = self.step.microbatches, prices(self.cluster, mesh)
-        pipeline = lower(fresh, choices, mesh, count, price, schedule, recomputed, capacity=int(self.capacity))
+        pipeline = lower(step.copied(), choices, mesh, count, price, schedule, recomputed, capacity=int(self.capacity))
         peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
         return _Found(mesh, cut, schedule, choices, texts, recomputed, len(ops), solution, built, pipeline, peaks)
 

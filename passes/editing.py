@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from autopar.program.parts import Part
+
+
+class Uncompiled(fx.GraphModule):
+    """A graph with its constants between two passes: nobody calls it, so no Python is generated for it."""
+
+    def recompile(self) -> Any:
+        """Nothing; `fx.GraphModule` calls this whenever it is given a graph."""
+
 
 Graphlike = TypeVar("Graphlike", Part, fx.GraphModule)
 
@@ -32,7 +40,7 @@ def _edited(module: fx.GraphModule, change: Callable[[fx.Graph], None]) -> fx.Gr
     graph = copy_graph(module.graph)
     change(graph)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return Uncompiled(module, graph)
 
 
 def copy_graph(graph: fx.Graph, order: list[fx.Node] | None = None) -> fx.Graph:

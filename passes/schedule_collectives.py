@@ -64,9 +64,15 @@ def check_order(graph: fx.Graph, order: list[fx.Node]) -> None:
     assert len(order) == len(position) == len(graph.nodes), "schedule_collectives: nodes were lost or doubled"
     for node in order:
         for operand in node.all_input_nodes:
-            around = "\n".join(n.format_node() or str(n) for n in order[max(position[node] - 2, 0) :][:5])
-            assert position[operand] < position[node], f"schedule_collectives: {node} precedes {operand}:\n{around}"
+            assert position[operand] < position[node], _misplaced(
+                node, operand, order[max(position[node] - 2, 0) :][:5]
+            )
     assert order[-1].op == "output"
+
+
+def _misplaced(node: fx.Node, operand: fx.Node, around: list[fx.Node]) -> str:
+    lines = [f"schedule_collectives: {node} precedes {operand}:", *(n.format_node() or str(n) for n in around)]
+    return "\n".join(lines)
 
 
 def _split(graph: fx.Graph) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.layout import Layout
@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Transfer, Value
 from autopar.rules.nodes import node_argument
 from passes.context import Context
+from passes.editing import Uncompiled
 
 PARTS = ("prologue", "forward", "backward", "update")
 
@@ -141,7 +142,7 @@ class _Splitter:
             env[node] = self._copy(graph, node, env, slots)
         outputs = self.outputs[stage, name]
         graph.output(tuple(env[node] for node in outputs.values()))
-        return Part(name, tuple(slots), tuple(outputs), GraphModule(torch.nn.Module(), graph))
+        return Part(name, tuple(slots), tuple(outputs), Uncompiled(torch.nn.Module(), graph))
 
     def _copy(self, graph: Graph, node: Node, env: dict[Node, Node], slots: list[Slot]) -> Node:
         for source in node.all_input_nodes:

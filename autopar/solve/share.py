@@ -10,13 +10,14 @@ objective is that of the expanded choice in the whole problem.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar.layers import block_of, blocks_of
 from autopar.rules.nodes import node_argument, op_name
@@ -64,7 +65,8 @@ class Shared:
 def share(built: BuiltProblem) -> Shared:
     """The quotient of `built` by its equal layers."""
     numbers: dict[Hashable, int] = {}
-    entries = zip(canonical_keys(built.nodes), built.problem.nodes, built.strategies, strict=True)
+    keys = canonical_keys(built.nodes[0].graph)
+    entries = zip((keys[node] for node in built.nodes), built.problem.nodes, built.strategies, strict=True)
     group = tuple(numbers.setdefault(_signature(*entry), len(numbers)) for entry in entries)
     members: dict[int, list[abstract.Node]] = defaultdict(list)
     for number, node in zip(group, built.problem.nodes, strict=True):
@@ -79,23 +81,26 @@ def _signature(key: str, priced: abstract.Node, strategies: Sequence[Hashable]) 
     return key, priced.row, priced.cost.tobytes(), memory, tuple(strategies)
 
 
-def canonical_keys(nodes: Sequence[Node]) -> list[str]:
+@functools.lru_cache(maxsize=4)
+def canonical_keys(graph: Graph) -> Mapping[Node, str]:
     """Keys in which blocks have no number: `layers.* layers.*.mlp/linear/forward#0`, counted anew in each block.
 
     Nodes of one key are alike in what they read and what reads them, some steps around within the block: a layer that
     has a node more than the others doesn't shift the numbers of the rest. A node outside any block (a residual sum
-    between layers) belongs to the block before it, see `layers.blocks_of`.
+    between layers) belongs to the block before it, see `layers.blocks_of`. Every candidate mesh asks for them.
     """
-    blocks = blocks_of(nodes[0].graph)
+    nodes = [node for node in graph.nodes if node.op != "output" and node.target is not operator.getitem]
+    blocks = blocks_of(graph)
     block = {node: block_of(node.meta.get("path", "")) or blocks.get(node, "") for node in nodes}
-    colors: dict[Node, Hashable] = {node: _stem(node, block[node]) for node in nodes}
+    stems = {node: _stem(node, block[node]) for node in nodes}
+    colors: dict[Node, Hashable] = dict(stems)
     for _ in range(NEIGHBOURHOOD):
         numbers: dict[Hashable, int] = {}
         colors = {node: numbers.setdefault(_around(node, colors, block), len(numbers)) for node in nodes}
     counts: Counter[tuple[str, Hashable]] = Counter()
-    keys = []
+    keys = {}
     for node in nodes:
-        keys.append(f"{_stem(node, block[node])}#{colors[node]}.{counts[block[node], colors[node]]}")
+        keys[node] = f"{stems[node]}#{colors[node]}.{counts[block[node], colors[node]]}"
         counts[block[node], colors[node]] += 1
     return keys
 

@@ -32,6 +32,8 @@ def replacements(*, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
         F.nll_loss: _nll_loss,
         F.pad: _pad,
     }
+    for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
+        table[grouped] = _grouped_mm  # the one of two names that this torch has
     for dropout in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
         table[dropout] = _dropout
     return table
@@ -71,6 +73,12 @@ def _attention(
     q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     return torch.ops.autopar.attention(q, k, v, attn_mask, is_causal, factor)[0]
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: Any, **named: Any) -> Any:
+    if offs is None or x.dim() != 2 or weight.dim() != 3 or others or any(v is not None for v in named.values()):
+        return NotImplemented
+    return torch.ops.autopar.grouped_mm(x, weight, offs)
 
 
 def _multi_head_attention(

@@ -53,6 +53,9 @@ _ROWS: dict[str, Entry] = {
     "autopar.linear": _texts("0|1", "... i, o i -> ... o", "... i, o i, o -> ... o"),
     "autopar.linear_dx": _texts("0|1", "... o, o i -> ... i"),
     "autopar.linear_dw": _texts("0|1", "... i, ... o -> o i"),
+    "autopar.grouped_mm": _texts("0|1", "[s] i, [e] i o, [e] -> [s] o"),
+    "autopar.grouped_mm_dx": _texts("0|1", "[s] o, [e] i o, [e] -> [s] i"),
+    "autopar.grouped_mm_dw": _texts("0|1", "[s] i, [s] o, [e] -> [e] i o"),
     # attention: grouped heads are the minor factor of the query's heads
     "autopar.attention": _by(shapes.attention),
     "autopar.attention_backward": _by(shapes.attention_backward),

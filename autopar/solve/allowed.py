@@ -30,8 +30,8 @@ from autopar.rules.nodes import node_argument, op_name, tensor_operands
 from autopar.solve.costs import MATMULS
 
 _LETTERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "in": {"autopar.linear": ("i",), "autopar.linear_dx": ("i",), "autopar.linear_dw": ("i",)},
-    "out": {"autopar.linear": ("o",), "autopar.linear_dx": ("o",), "autopar.linear_dw": ("o",)},
+    "in": {f"autopar.{op}{part}": ("i",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
+    "out": {f"autopar.{op}{part}": ("o",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
     "heads": {"autopar.attention": ("k", "g"), "autopar.attention_backward": ("k", "g")},
     "vocab": {"aten.embedding": ("v",), "aten.embedding_dense_backward": ("v",)},
 }

@@ -25,6 +25,7 @@ Compute = Callable[[float, float, str], float]
 MATMULS = frozenset(
     {"aten.mm", "aten.bmm", "aten.dot", "aten.mv", "autopar.linear", "autopar.linear_dx", "autopar.linear_dw"}
 )
+_GROUPED_MATMULS = frozenset({"autopar.grouped_mm", "autopar.grouped_mm_dx", "autopar.grouped_mm_dw"})
 _ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}
 """Matmuls of size [s, d] x [d, t] per head: QKᵀ and PV; backward recomputes QKᵀ and adds four (Dao 2022, B.4)."""
 
@@ -35,6 +36,8 @@ def flops(node: Node) -> float:
     rule: LeafRule = node.meta["rule"]
     if name in MATMULS:
         return 2.0 * math.prod(factor.size for factor in rule.factors)
+    if name in _GROUPED_MATMULS:  # each row meets the weight of one expert
+        return 2.0 * math.prod(factor.size for factor in rule.factors if factor.letter != "e")
     if name in _ATTENTION_MATMULS:
         sizes: dict[str, int] = {}
         for factor in rule.factors:

@@ -70,9 +70,27 @@ def test_linear_equals_torch(shape: tuple[int, ...], bias: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ends", [[2, 2, 6, 9], [0, 4, 4, 7]], ids=str)
+def test_grouped_mm_equals_a_matmul_for_each_group(dtype: torch.dtype, ends: list[int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(9, 4, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 4, 8, dtype=dtype, requires_grad=True)
+    got = torch.ops.autopar.grouped_mm(x, weight, torch.tensor(ends, dtype=torch.int32))
+    group = torch.bucketize(torch.arange(9), torch.tensor(ends), right=True)
+    chosen = weight[group.clamp(max=3)] * (group < 4).view(-1, 1, 1)  # rows past the last end are zero
+    want = torch.einsum("si,sio->so", x, chosen)
+    dy = torch.randn_like(want)
+    pairs = zip(*(torch.autograd.grad(y, (x, weight), dy) for y in (got, want)), strict=True)
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-2
+    for mine, theirs in ((got, want), *pairs):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
 def test_every_op_has_a_lowering() -> None:
     assert {op.overloadpacket.__name__ for op in composites.LOWERED} == {
-        "linear", "linear_dx", "linear_dw", "attention", "attention_backward"
+        "linear", "linear_dx", "linear_dw", "grouped_mm", "grouped_mm_dx", "grouped_mm_dw", "attention",
+        "attention_backward",
     }  # fmt: skip
 
 

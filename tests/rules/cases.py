@@ -90,6 +90,9 @@ CASES: dict[str, list[Case]] = {
     ],
     "autopar.linear_dx": [case(own.linear_dx.default, t(2, 6, 3), t(3, 4))],
     "autopar.linear_dw": [case(own.linear_dw.default, t(2, 6, 4), t(2, 6, 3)), case(own.linear_dw.default, t(4), t(6))],
+    "autopar.grouped_mm": [case(own.grouped_mm.default, t(6, 4), t(3, 4, 12), index(3))],
+    "autopar.grouped_mm_dx": [case(own.grouped_mm_dx.default, t(6, 12), t(3, 4, 12), index(3))],
+    "autopar.grouped_mm_dw": [case(own.grouped_mm_dw.default, t(6, 4), t(6, 12), index(3))],
     # attention
     "autopar.attention": [
         _attention(6, 6, True),

@@ -435,6 +435,13 @@ def _arange(localiser: Localiser, node: Node) -> None:
     _replace(node, value, users)
 
 
+def _convolution_backward(localiser: Localiser, node: Node) -> None:
+    """The bias has as many elements as the local gradient has channels."""
+    if node.args[3] is not None:
+        channels = node_argument(node, 0).meta["layout"].local_shape(localiser.mesh)[1]
+        _set_argument(node, 3, "bias_sizes", [channels])
+
+
 _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
     "aten.view": _shape_argument(1, "size"),
     "aten._unsafe_view": _shape_argument(1, "size"),
@@ -461,5 +468,6 @@ _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
     "aten.scatter_add": _scatter_add,
     "autopar.linear": _linear,
     "aten.arange": _arange,
+    "aten.convolution_backward": _convolution_backward,
 }
 """Ops whose arguments speak of global sizes or indices, with the rewrite that makes them local."""

@@ -16,7 +16,7 @@ from autopar.rules.nodes import argument, pointwise_linear, result_values, shape
 from autopar.rules.notation import BoundRule, Dims, Linear, Shape
 
 
-def _from_letters(
+def from_letters(
     operands: Sequence[Dims],
     results: Sequence[Dims],
     sizes: dict[str, int],
@@ -56,7 +56,7 @@ def whole(node: Node) -> BoundRule:
         all_dims.append(dims)
         sizes.update(new)
     count = len(operand_shapes)
-    return _from_letters(all_dims[:count], all_dims[count:], sizes, set(sizes))
+    return from_letters(all_dims[:count], all_dims[count:], sizes, set(sizes))
 
 
 def pointwise(node: Node) -> BoundRule:
@@ -70,7 +70,7 @@ def pointwise(node: Node) -> BoundRule:
 
     results = [dims] + [aligned(shape) for shape in others]
     operands = [aligned(shape) for shape in operand_shapes]
-    return _from_letters(operands, results, sizes, linear=pointwise_linear(node))
+    return from_letters(operands, results, sizes, linear=pointwise_linear(node))
 
 
 def factory_like(node: Node) -> BoundRule:
@@ -78,7 +78,7 @@ def factory_like(node: Node) -> BoundRule:
     (operand,), (result,) = shapes_of(node)
     operand_dims, sizes = _letters(operand, "x")
     dims, result_sizes = _letters(result, "d")
-    return _from_letters([operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
+    return from_letters([operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
 
 
 def copied(node: Node) -> BoundRule:
@@ -88,7 +88,7 @@ def copied(node: Node) -> BoundRule:
     source = operand.meta["val"].dtype
     rounds = result.dtype == torch.bool or (source.is_floating_point and not result.dtype.is_floating_point)
     dims, sizes = _letters(tuple(map(int, result.shape)), "d")
-    return _from_letters([dims], [dims], sizes, linear=() if rounds else ((0,),))
+    return from_letters([dims], [dims], sizes, linear=() if rounds else ((0,),))
 
 
 def whole_dim(dim_argument: int) -> Callable[[Node], BoundRule]:
@@ -98,7 +98,7 @@ def whole_dim(dim_argument: int) -> Callable[[Node], BoundRule]:
         operands, (result, *_) = shapes_of(node)
         dims, sizes = _letters(result, "d")
         dim = argument(node, dim_argument, "dim") % max(len(result), 1)
-        return _from_letters([dims] * len(operands), [dims], sizes, {f"d{dim}"})
+        return from_letters([dims] * len(operands), [dims], sizes, {f"d{dim}"})
 
     return rule
 
@@ -110,7 +110,7 @@ def whole_last(count: int) -> Callable[[Node], BoundRule]:
         operands, (result,) = shapes_of(node)
         dims, sizes = _letters(result, "d")
         kept = {f"d{i}" for i in range(len(result) - count, len(result))}
-        return _from_letters([dims] * len(operands), [dims], sizes, kept, linear=((0,),))
+        return from_letters([dims] * len(operands), [dims], sizes, kept, linear=((0,),))
 
     return rule
 
@@ -145,7 +145,7 @@ def _view_rule(operand: Shape, result: Shape) -> BoundRule:
         sizes.update({name: high // low for name, (low, high) in spans})
         for side, dims, shape in ((left, in_dims, operand), (right, out_dims, result)):
             _assign_spans(side, dims, shape, spans)
-    return _from_letters([tuple(left)], [tuple(right)], sizes, kept, linear=((0,),))
+    return from_letters([tuple(left)], [tuple(right)], sizes, kept, linear=((0,),))
 
 
 def _aligned_groups(operand: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:
@@ -192,7 +192,7 @@ def permuted(node: Node) -> BoundRule:
     (operand,), _ = shapes_of(node)
     order = [d % len(operand) for d in argument(node, 1, "dims")]
     dims, sizes = _letters(operand, "d")
-    return _from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
+    return from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
 
 
 def transposed(node: Node) -> BoundRule:
@@ -204,7 +204,7 @@ def transposed(node: Node) -> BoundRule:
     if rank > 1:
         order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
     dims, sizes = _letters(operand, "d")
-    return _from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
+    return from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
 
 
 def expanded(node: Node) -> BoundRule:
@@ -213,7 +213,7 @@ def expanded(node: Node) -> BoundRule:
     dims, sizes = _letters(result, "d")
     tail = dims[len(dims) - len(operand) :]
     source = tuple(() if size == 1 else dim for size, dim in zip(operand, tail, strict=True))
-    return _from_letters([source], [dims], sizes, linear=((0,),))
+    return from_letters([source], [dims], sizes, linear=((0,),))
 
 
 def _chunked(dim: int, big: Shape, small: Shape, start: int) -> tuple[Dims, Dims, dict[str, int], set[str]]:
@@ -236,7 +236,7 @@ def sliced(node: Node) -> BoundRule:
     start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
     start = start + big[dim] if start < 0 else start
     outer, inner, sizes, kept = _chunked(dim, big, small, start if step == 1 else 1)
-    return _from_letters([outer], [inner], sizes, kept, linear=((0,),))
+    return from_letters([outer], [inner], sizes, kept, linear=((0,),))
 
 
 def slice_backward(node: Node) -> BoundRule:
@@ -245,7 +245,7 @@ def slice_backward(node: Node) -> BoundRule:
     dim, start, step = argument(node, 2, "dim") % len(big), argument(node, 3, "start"), argument(node, 5, "step")
     start = start + big[dim] if start < 0 else start
     outer, inner, sizes, kept = _chunked(dim, big, small, start if step == 1 else 1)
-    return _from_letters([inner], [outer], sizes, kept, linear=((0,),))
+    return from_letters([inner], [outer], sizes, kept, linear=((0,),))
 
 
 def selected(node: Node) -> BoundRule:
@@ -253,7 +253,7 @@ def selected(node: Node) -> BoundRule:
     (operand,), _ = shapes_of(node)
     dim = argument(node, 1, "dim") % len(operand)
     dims, sizes = _letters(operand, "d")
-    return _from_letters([dims], [dims[:dim] + dims[dim + 1 :]], sizes, {f"d{dim}"}, linear=((0,),))
+    return from_letters([dims], [dims[:dim] + dims[dim + 1 :]], sizes, {f"d{dim}"}, linear=((0,),))
 
 
 def select_backward(node: Node) -> BoundRule:
@@ -261,7 +261,7 @@ def select_backward(node: Node) -> BoundRule:
     _, (result,) = shapes_of(node)
     dim = argument(node, 2, "dim") % len(result)
     dims, sizes = _letters(result, "d")
-    return _from_letters([dims[:dim] + dims[dim + 1 :]], [dims], sizes, {f"d{dim}"}, linear=((0,),))
+    return from_letters([dims[:dim] + dims[dim + 1 :]], [dims], sizes, {f"d{dim}"}, linear=((0,),))
 
 
 def split(node: Node) -> BoundRule:
@@ -270,12 +270,12 @@ def split(node: Node) -> BoundRule:
     dim = argument(node, 2, "dim", 0) % len(big)
     if len({part[dim] for part in parts}) == 1:
         outer, inner, sizes, kept = _chunked(dim, big, parts[0], 0)
-        return _from_letters([outer], [inner] * len(parts), sizes, kept, linear=((0,),))
+        return from_letters([outer], [inner] * len(parts), sizes, kept, linear=((0,),))
     dims, sizes = _letters(big, "d")
     results = [(*dims[:dim], (f"p{i}",), *dims[dim + 1 :]) for i in range(len(parts))]
     sizes.update({f"p{i}": part[dim] for i, part in enumerate(parts)})
     kept = {f"d{dim}", *(f"p{i}" for i in range(len(parts)))}
-    return _from_letters([dims], results, sizes, kept, linear=((0,),))
+    return from_letters([dims], results, sizes, kept, linear=((0,),))
 
 
 def concatenated(node: Node) -> BoundRule:
@@ -287,12 +287,12 @@ def concatenated(node: Node) -> BoundRule:
     together: Linear = (tuple(range(len(parts))),)
     if len({part[dim] for part in parts}) == 1:
         outer, inner, sizes, kept = _chunked(dim, big, parts[0], 0)
-        return _from_letters([inner] * len(parts), [outer], sizes, kept, linear=together)
+        return from_letters([inner] * len(parts), [outer], sizes, kept, linear=together)
     dims, sizes = _letters(big, "d")
     operands = [(*dims[:dim], (f"p{i}",), *dims[dim + 1 :]) for i in range(len(parts))]
     sizes.update({f"p{i}": part[dim] for i, part in enumerate(parts)})
     kept = {f"d{dim}", *(f"p{i}" for i in range(len(parts)))}
-    return _from_letters(operands, [dims], sizes, kept, linear=together)
+    return from_letters(operands, [dims], sizes, kept, linear=together)
 
 
 def padded(node: Node) -> BoundRule:
@@ -304,7 +304,7 @@ def padded(node: Node) -> BoundRule:
     outer = tuple((f"y{d}",) if d in changed else dims[d] for d in range(len(operand)))
     sizes.update({f"y{d}": result[d] for d in changed})
     kept = {name for d in changed for name in (f"d{d}", f"y{d}")}
-    return _from_letters([dims], [outer], sizes, kept)
+    return from_letters([dims], [outer], sizes, kept)
 
 
 # -- reductions, normalisation -----------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def reduction(op: str, linear: str = "") -> Callable[[Node], BoundRule]:
         result = tuple(() if d in which else dims[d] for d in range(len(operand)) if keepdim or d not in which)
         kept = {f"d{d}" for d in which} if len(results) > 1 else set()
         sets: Linear = ((0,),) if linear else ()
-        return _from_letters([dims], [result] * len(results), sizes, kept, linear=sets, reduction=op)
+        return from_letters([dims], [result] * len(results), sizes, kept, linear=sets, reduction=op)
 
     return rule
 
@@ -339,7 +339,7 @@ def layer_norm(node: Node) -> BoundRule:
     weights = [dims[first:]] * (len(operands) - 1)
     statistics = tuple(dims[i] if i < first else () for i in range(len(statistic)))
     kept = {f"d{i}" for i in range(first, len(result))}
-    return _from_letters([dims, *weights], [dims, statistics, statistics], sizes, kept)
+    return from_letters([dims, *weights], [dims, statistics, statistics], sizes, kept)
 
 
 def layer_norm_backward(node: Node) -> BoundRule:
@@ -351,7 +351,7 @@ def layer_norm_backward(node: Node) -> BoundRule:
     weights = [dims[first:]] * (len(operands) - 4)
     outputs = [dims if len(shape) == len(dims) and i == 0 else dims[first:] for i, shape in enumerate(results)]
     kept = {f"d{i}" for i in range(first, len(dims))}
-    return _from_letters([dims, dims, statistics, statistics, *weights], outputs, sizes, kept)
+    return from_letters([dims, dims, statistics, statistics, *weights], outputs, sizes, kept)
 
 
 # -- index family ------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def embedding_backward(node: Node) -> BoundRule:
     rows_dims = tuple((row,) for row in rows)
     kept = {*rows, "v"} if by_frequency else set()
     gradient: Dims = (*rows_dims, ("d",))
-    return _from_letters([gradient, rows_dims], [(("v",), ("d",))], sizes, kept, ((0,),), indexes={1: "v"})
+    return from_letters([gradient, rows_dims], [(("v",), ("d",))], sizes, kept, ((0,),), indexes={1: "v"})
 
 
 def _indexed(dim: int, dims: Dims, sizes: dict[str, int], operand: Shape, is_scatter: bool = False) -> BoundRule:
@@ -393,7 +393,7 @@ def _indexed(dim: int, dims: Dims, sizes: dict[str, int], operand: Shape, is_sca
     operands = [outer, dims, dims] if is_scatter else [outer, dims]
     kept = kept | ({f"d{dim}"} if is_scatter else set())
     linear: Linear = ((0, 2),) if is_scatter else ((0,),)
-    return _from_letters(operands, [outer if is_scatter else dims], sizes, kept, linear, indexes={1: "v"})
+    return from_letters(operands, [outer if is_scatter else dims], sizes, kept, linear, indexes={1: "v"})
 
 
 # -- attention ---------------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def attention(node: Node) -> BoundRule:
     assert isinstance(q, Node) and isinstance(k, Node)
     sizes, kept = _attention_letters(q, k, bool(causal))
     masks = [_mask_dims(mask)] if isinstance(mask, Node) else []
-    return _from_letters([_Q, _KV, _KV, *masks], [_Q, _LSE], sizes, kept)
+    return from_letters([_Q, _KV, _KV, *masks], [_Q, _LSE], sizes, kept)
 
 
 def attention_backward(node: Node) -> BoundRule:
@@ -430,4 +430,4 @@ def attention_backward(node: Node) -> BoundRule:
     assert isinstance(q, Node) and isinstance(k, Node)
     sizes, kept = _attention_letters(q, k, bool(causal))
     masks = [_mask_dims(mask)] if isinstance(mask, Node) else []
-    return _from_letters([_Q, _Q, _KV, _KV, *masks, _Q, _LSE], [_Q, _KV, _KV], sizes, kept, linear=((0,),))
+    return from_letters([_Q, _Q, _KV, _KV, *masks, _Q, _LSE], [_Q, _KV, _KV], sizes, kept, linear=((0,),))

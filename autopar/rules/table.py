@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import CaptureError, RuleError
-from autopar.rules import shapes
+from autopar.rules import convolution, dims, shapes
 from autopar.rules.nodes import op_name, shapes_of
 from autopar.rules.notation import BoundRule, Linear, bind, parse_rule
 
@@ -95,7 +95,37 @@ _ROWS: dict[str, Entry] = {
     "aten._softmax_backward_data": _by(shapes.whole_dim(2)),
     "aten._log_softmax_backward_data": _by(shapes.whole_dim(2)),
     "aten.cumsum": _by(shapes.whole_dim(1)),
+    # convolution and pooling
+    "aten.convolution": _by(convolution.convolution),
+    "aten.convolution_backward": _by(convolution.convolution_backward),
+    "aten.max_pool2d_with_indices": _by(convolution.pooling),
+    "aten.max_pool2d_with_indices_backward": _by(convolution.pooling),
+    "aten.avg_pool2d": _by(convolution.pooling),
+    "aten.avg_pool2d_backward": _by(convolution.pooling),
+    "aten._adaptive_avg_pool2d": _by(convolution.pooling),
+    "aten._adaptive_avg_pool2d_backward": _by(convolution.pooling),
+    # along whole dims
+    "aten._safe_softmax": _by(shapes.whole_dim(1)),
+    "aten.any": _by(dims.reduced),
+    "aten.all": _by(dims.reduced),
+    "aten.prod": _by(dims.reduced),
+    "aten.argmax": _by(dims.reduced),
+    "aten.argmin": _by(dims.reduced),
+    "aten.logsumexp": _by(dims.reduced),
+    "aten.var": _by(dims.reduced),
+    "aten.var_mean": _by(dims.reduced),
+    "aten.sort": _by(dims.along(1, "dim", -1)),
+    "aten.topk": _by(dims.along(2, "dim", -1)),
+    "aten.flip": _by(dims.along(1, "dims", None, ((0,),))),
+    "aten.roll": _by(dims.along(2, "dims", None, ((0,),))),
+    "aten.slice_scatter": _by(dims.along(2, "dim", 0, ((0, 1),))),
+    "aten.stack": _by(dims.stacked),
+    "aten.unbind": _by(dims.unbound),
+    "aten.select_scatter": _by(dims.select_scatter),
+    "aten.copy": _by(shapes.pointwise),
     # index family
+    "aten.index": _by(dims.indexed),
+    "aten.index_select": _by(dims.index_select),
     "aten.embedding": _texts("0", "v d, {v}... -> ... d"),
     "aten.embedding_dense_backward": _by(shapes.embedding_backward),
     "aten.gather": _by(shapes.gather),

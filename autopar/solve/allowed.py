@@ -30,8 +30,10 @@ from autopar.rules.nodes import node_argument, op_name, tensor_operands
 from autopar.solve.costs import MATMULS
 
 _LETTERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "in": {f"autopar.{op}{part}": ("i",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
-    "out": {f"autopar.{op}{part}": ("o",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
+    "in": {f"autopar.{op}{part}": ("i",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")}
+    | dict.fromkeys(CONVOLUTIONS, ("c",)),
+    "out": {f"autopar.{op}{part}": ("o",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")}
+    | dict.fromkeys(CONVOLUTIONS, ("o",)),
     "heads": {"autopar.attention": ("k", "g"), "autopar.attention_backward": ("k", "g")},
     "vocab": {"aten.embedding": ("v",), "aten.embedding_dense_backward": ("v",)},
 }

@@ -26,6 +26,8 @@ MATMULS = frozenset(
     {"aten.mm", "aten.bmm", "aten.dot", "aten.mv", "autopar.linear", "autopar.linear_dx", "autopar.linear_dw"}
 )
 _GROUPED_MATMULS = frozenset({"autopar.grouped_mm", "autopar.grouped_mm_dx", "autopar.grouped_mm_dw"})
+CONVOLUTIONS = {"aten.convolution": 1, "aten.convolution_backward": 2}
+"""How many convolutions an op does: the backward one each for the gradients of input and weight."""
 _ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}
 """Matmuls of size [s, d] x [d, t] per head: QKᵀ and PV; backward recomputes QKᵀ and adds four (Dao 2022, B.4)."""
 
@@ -38,6 +40,9 @@ def flops(node: Node) -> float:
         return 2.0 * math.prod(factor.size for factor in rule.factors)
     if name in _GROUPED_MATMULS:  # each row meets the weight of one expert
         return 2.0 * math.prod(factor.size for factor in rule.factors if factor.letter != "e")
+    if name in CONVOLUTIONS:
+        once = [factor.size for factor in rule.factors if factor.letter[0] not in "xiu"]  # per output, not per input
+        return 2.0 * CONVOLUTIONS[name] * math.prod(once)
     if name in _ATTENTION_MATMULS:
         sizes: dict[str, int] = {}
         for factor in rule.factors:

@@ -21,6 +21,9 @@ assert composites.LOWERED  # imported for its registration
 bf16, f64, i64, i32 = torch.bfloat16, torch.float64, torch.int64, torch.int32
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """One call; `values` is False where the result's values are not defined (`aten.empty`)."""
@@ -77,7 +80,80 @@ def _embedding_backward(*rows: int, padding: int = -1, by_frequency: bool = Fals
     return case(aten.embedding_dense_backward.default, t(*rows, 4), index(*rows), 12, padding, by_frequency)
 
 
+def _convolution_backward(
+    x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], groups: int, outs: list[bool]
+) -> Case:
+    rank = len(x) - 2
+    bias = [w[0]] if outs[2] else None
+    rest = ([1] * rank, [0] * rank, [1] * rank, False, [0] * rank, groups, outs)
+    return case(aten.convolution_backward.default, t(*y), t(*x), t(*w), bias, *rest)
+
+
 CASES: dict[str, list[Case]] = {
+    "aten.convolution": [
+        case(aten.convolution.default, t(6, 12, 5, 4), t(18, 12, 3, 2), None, [1, 1], [1, 0], [1, 1], False, [0, 0], 1),
+        case(aten.convolution.default, t(6, 12, 5), t(18, 12, 3), t(18), [2], [1], [1], False, [0], 1),
+        case(aten.convolution.default, t(6, 12, 5), t(12, 18, 3), None, [2], [1], [1], True, [1], 1),
+        case(aten.convolution.default, t(6, 12, 5), t(12, 1, 3), t(12), [1], [1], [1], False, [0], 12),
+    ],
+    "aten.convolution_backward": [
+        _convolution_backward((6, 12, 5, 4), (18, 12, 3, 2), (6, 18, 3, 3), 1, [True, True, False]),
+        _convolution_backward((6, 12, 5), (18, 12, 3), (6, 18, 3), 1, [True, True, True]),
+        _convolution_backward((6, 12, 5), (18, 12, 3), (6, 18, 3), 1, [False, True, False]),
+        _convolution_backward((6, 12, 5), (12, 1, 3), (6, 12, 3), 12, [True, True, True]),
+    ],
+    "aten.max_pool2d_with_indices": [case(aten.max_pool2d_with_indices.default, t(6, 12, 4, 6), [2, 2], [2, 2])],
+    "aten.max_pool2d_with_indices_backward": [
+        case(
+            aten.max_pool2d_with_indices_backward.default,
+            *(t(6, 12, 2, 3), t(6, 12, 4, 6), [2, 2], [2, 2], [0, 0], [1, 1], False, index(6, 12, 2, 3)),
+        )
+    ],
+    "aten.avg_pool2d": [case(aten.avg_pool2d.default, t(6, 12, 4, 6), [2, 2], [2, 2])],
+    "aten.avg_pool2d_backward": [
+        case(
+            aten.avg_pool2d_backward.default,
+            *(t(6, 12, 2, 3), t(6, 12, 4, 6), [2, 2], [2, 2], [0, 0], False, True, None),
+        )
+    ],
+    "aten._adaptive_avg_pool2d": [case(aten._adaptive_avg_pool2d.default, t(6, 12, 4, 6), [2, 3])],
+    "aten._adaptive_avg_pool2d_backward": [
+        case(aten._adaptive_avg_pool2d_backward.default, t(6, 12, 2, 3), t(6, 12, 4, 6))
+    ],
+    "aten._safe_softmax": [
+        case(aten._safe_softmax.default, t(6, 12), 1),
+        case(aten._safe_softmax.default, t(6, 12), 0),
+    ],
+    "aten.any": [
+        case(aten.any.dim, mask(6, 12), 1),
+        case(aten.any.dim, mask(6, 12), 0, True),
+        case(aten.any.default, mask(6)),
+    ],
+    "aten.all": [case(aten.all.dim, mask(6, 12), 1), case(aten.all.dims, mask(6, 12, 6), [0, 1])],
+    "aten.prod": [case(aten.prod.dim_int, t(6, 12), 1), case(aten.prod.dim_int, t(6, 12), -2, True)],
+    "aten.argmax": [case(aten.argmax.default, t(6, 12), 1), case(aten.argmax.default, t(6, 12), 0, True)],
+    "aten.argmin": [case(aten.argmin.default, t(6, 12), 1)],
+    "aten.logsumexp": [case(aten.logsumexp.default, t(6, 12), [1])],
+    "aten.var": [
+        case(aten.var.correction, t(6, 12), [1], correction=1, keepdim=True),
+        case(aten.var.dim, t(6, 12), [0]),
+    ],
+    "aten.var_mean": [case(aten.var_mean.correction, t(6, 12), [1], correction=0, keepdim=True)],
+    "aten.sort": [case(aten.sort.default, t(6, 12), 1), case(aten.sort.default, t(6, 12), 0, True)],
+    "aten.topk": [case(aten.topk.default, t(6, 12), 3, 1), case(aten.topk.default, t(12, 6), 2, 0)],
+    "aten.flip": [case(aten.flip.default, t(6, 12, 6), [1])],
+    "aten.roll": [case(aten.roll.default, t(6, 12, 6), [1], [1]), case(aten.roll.default, t(6, 12), [1, 2], [0, 1])],
+    "aten.slice_scatter": [case(aten.slice_scatter.default, t(6, 12), t(6, 4), 1, 2, 6)],
+    "aten.stack": [case(aten.stack.default, [t(6, 12), t(6, 12)], 1), case(aten.stack.default, [t(6, 12)] * 3)],
+    "aten.unbind": [case(aten.unbind.int, t(6, 2, 12), 1)],
+    "aten.select_scatter": [case(aten.select_scatter.default, t(6, 3, 12), t(6, 12), 1, 2)],
+    "aten.copy": [case(aten.copy.default, t(6, 12), t(12)), case(aten.copy.default, t(6, 12), t(6, 12))],
+    "aten.index": [
+        case(aten.index.Tensor, t(8, 12), [index(6)]),
+        case(aten.index.Tensor, t(12, 8, 8, 6), [None, index(6, 1), index(1, 6)]),
+        case(aten.index.Tensor, t(8, 12, 8), [index(6), None, index(6)]),
+    ],
+    "aten.index_select": [case(aten.index_select.default, t(12, 8, 6), 1, index(6))],
     # matmul family
     "aten.mm": [case(aten.mm.default, t(6, 4), t(4, 12)), case(aten.mm.default, t(6, 1), t(1, 12))],
     "aten.bmm": [case(aten.bmm.default, t(2, 6, 4), t(2, 4, 3))],

@@ -262,7 +262,13 @@ TABLE: dict[str, Row] = {
     "segformer": (
         "SegformerForSemanticSegmentation",
         "segments",
-        {"depths": [1, 1], "hidden_sizes": [8, 16], "num_encoder_blocks": 2, "sr_ratios": [2, 1], "decoder_hidden_size": 16}
+        {
+            "depths": [1, 1],
+            "hidden_sizes": [8, 16],
+            "num_encoder_blocks": 2,
+            "sr_ratios": [2, 1],
+            "decoder_hidden_size": 16,
+        }
         | {"num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "strides": [4, 2], "patch_sizes": [7, 3]}
         | {"drop_path_rate": 0.0, "classifier_dropout_prob": 0.0},
     ),

@@ -27,16 +27,18 @@ from autopar.pins import Pins
 from autopar.rules.choices import Choice, Split, splittable
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import node_argument, op_name, tensor_operands
-from autopar.solve.costs import CONVOLUTIONS, MATMULS
+from autopar.solve.costs import MATMULS
 
 _LETTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "in": {
         **{f"autopar.{op}{part}": ("i",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
-        **{op: ("c",) for op in CONVOLUTIONS},
+        "aten.convolution": ("c",),
+        "aten.convolution_backward": ("c",),
     },
     "out": {
         **{f"autopar.{op}{part}": ("o",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
-        **{op: ("o",) for op in CONVOLUTIONS},
+        "aten.convolution": ("o",),
+        "aten.convolution_backward": ("o",),
     },
     "heads": {"autopar.attention": ("k", "g"), "autopar.attention_backward": ("k", "g")},
     "vocab": {"aten.embedding": ("v",), "aten.embedding_dense_backward": ("v",)},

@@ -7,7 +7,6 @@ Invariant: the plan decides everything; the same step and plan give the same pro
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import sys
 from dataclasses import replace
@@ -21,6 +20,7 @@ from autopar.cluster.cluster import Cluster
 from autopar.cluster.mesh_layout import axis_link
 from autopar.errors import VerificationError
 from autopar.joint import StepGraph, join
+from autopar.key_globs import matches_any
 from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
 from autopar.plans import Plan, ValidFor, require_valid_for, stage_of
@@ -99,7 +99,7 @@ def lower(
 def keys_again(step: StepGraph, recomputed: tuple[str, ...]) -> frozenset[str]:
     """The keys of the nodes that run again, by the plan's globs."""
     keys = [node.meta["key"] for node in step.graph.nodes if "key" in node.meta]
-    return frozenset(key for key in keys if any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in recomputed))
+    return frozenset(key for key in keys if matches_any(key, recomputed))
 
 
 def parsed_choices(step: StepGraph, texts: dict[str, str]) -> dict[str, Choice]:

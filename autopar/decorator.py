@@ -218,30 +218,24 @@ def agree(make: Callable[[], Plan]) -> Plan:
         plan = make()
     except Exception as error:
         _broadcast([type(error).__name__, str(error)])
-        _await_all()
         raise
     _broadcast(["Plan", plan.to_json()])
-    _await_all()
     return plan
 
 
 def _received() -> Plan:
     kind, text = _broadcast(["", ""])
-    _await_all()
     if kind != "Plan":
         raise _ERRORS.get(kind, Error)(f"rank 0: {text}")
     return Plan.from_json(text, "the plan of rank 0")
 
 
 def _broadcast(words: list[str]) -> list[str]:
+    """Rank 0's words on every rank, once all have them: a rank that exits takes the bytes under way with it."""
     dist.broadcast_object_list(words, src=0)
-    return words
-
-
-def _await_all() -> None:
-    """Keeps rank 0 alive until its message was read: a rank that exits takes the bytes under way with it."""
     with contextlib.suppress(RuntimeError):
         dist.barrier()
+    return words
 
 
 _ERRORS: dict[str, type[Error]] = {cls.__name__: cls for cls in Error.__subclasses__()}

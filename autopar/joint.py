@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 from autopar.capture.graphs import Captured, Role
 from autopar.layers import Cut, units_of
 from autopar.markers import accumulate, relay
-from autopar.rules.nodes import is_pointwise, is_view, node_argument, op_name
+from autopar.rules.nodes import copy_graph, is_pointwise, is_view, node_argument, op_name
 
 _Place = tuple[str, str, int]
 """(phase, level, stage)"""
@@ -49,10 +49,7 @@ class StepGraph:
 
     def copied(self) -> StepGraph:
         """The same with a graph of its own, its nodes' metadata included."""
-        graph, known = Graph(), dict[Node, Node]()
-        for node in self.graph.nodes:
-            known[node] = graph.node_copy(node, known.__getitem__)
-            known[node].meta = dict(node.meta)
+        graph, known = copy_graph(self.graph)
         return StepGraph(graph, self.cut, tuple((known[a], known[b]) for a, b in self.state_pairs))
 
 
@@ -297,9 +294,13 @@ def forward_twin(node: Node) -> Node | None:
     value = node_argument(node, 0)
     if value.op != "call_function" or value.meta["level"] != "microbatch":
         return None
-    place = ("forward", node.meta["stage"])
+    return relay_to("forward", node.meta["stage"], value)
+
+
+def relay_to(phase: str, stage: int, value: Node) -> Node | None:
+    """The relay that brings a value to a phase of a stage."""
     users = (user for user in value.users if user.target is relay)
-    return next((user for user in users if (user.meta["phase"], user.meta["stage"]) == place), None)
+    return next((user for user in users if (user.meta["phase"], user.meta["stage"]) == (phase, stage)), None)
 
 
 def _is_read_again(groups: Mapping[_Place, Sequence[Node]], place: _Place) -> bool:
@@ -311,7 +312,7 @@ def _is_read_again(groups: Mapping[_Place, Sequence[Node]], place: _Place) -> bo
 
 def _follows(node: Node) -> bool:
     """Whether an op takes its operand in whatever layout that has."""
-    return is_pointwise(node) or is_view(node)
+    return is_pointwise(node.target) or is_view(node)
 
 
 def _parameter_name(role: Role) -> str:

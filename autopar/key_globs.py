@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 def forward_globs(wanted: Collection[str], keep_out: Collection[str]) -> tuple[str, ...]:
@@ -26,6 +26,11 @@ def forward_globs(wanted: Collection[str], keep_out: Collection[str]) -> tuple[s
         matches = re.compile(fnmatch.translate(glob)).match
         left = {other: None for other in left if not matches(other) and other != key}
     return tuple(globs)
+
+
+def matches_any(key: str, globs: Iterable[str]) -> bool:
+    """Whether a key is one of `globs`, or matches one."""
+    return any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in globs)
 
 
 def _keeps_out(glob: str, keep_out: Collection[str], tried: dict[str, bool]) -> bool:

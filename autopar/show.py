@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import fnmatch
 import html as html_module
 import re
 import sys
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.key_globs import matches_any
 from autopar.pins import matches_module
 from autopar.plans import Plan, StageSpan, stage_of
 from autopar.units import format_bytes, format_seconds
@@ -242,12 +242,11 @@ def _phase_rank(key: str) -> int:
 
 
 def _is_meant(target: str, key: str) -> bool:
-    return key == target or fnmatch.fnmatchcase(key, target) or matches_module(target, _path(key))
+    return matches_any(key, [target]) or matches_module(target, _path(key))
 
 
 def _recompute(plan: Plan, key: str) -> str:
-    again = any(key == entry or fnmatch.fnmatchcase(key, entry) for entry in plan.recomputed)
-    return "recomputed" if again else ""
+    return "recomputed" if matches_any(key, plan.recomputed) else ""
 
 
 def _class_of(name: str) -> str:

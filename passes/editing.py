@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.program.parts import Part
+from autopar.rules.nodes import copy_graph
 
 
 class Uncompiled(fx.GraphModule):
@@ -37,25 +38,10 @@ def edit(owner: Graphlike, change: Callable[[fx.Graph], None]) -> Graphlike:
 
 
 def _edited(module: fx.GraphModule, change: Callable[[fx.Graph], None]) -> fx.GraphModule:
-    graph = copy_graph(module.graph)
+    graph, _ = copy_graph(module.graph)
     change(graph)
     graph.lint()
     return Uncompiled(module, graph)
-
-
-def copy_graph(graph: fx.Graph, order: list[fx.Node] | None = None) -> fx.Graph:
-    """A copy with the same names, its nodes in `order` (the graph's own by default)."""
-    copy, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in order or list(graph.nodes):
-        known[node] = copy.node_copy(node, known.__getitem__)
-        known[node].meta = dict(node.meta)
-    return copy
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether two equal calls may give different values."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_mutating(node: fx.Node) -> bool:

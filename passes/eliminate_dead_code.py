@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from autopar.program.parts import Part
-from passes.editing import edit, is_random
+from autopar.rules.nodes import is_random
+from passes.editing import edit
 
 
 def eliminate_dead_code(part: Part, context: Any = None) -> Part:

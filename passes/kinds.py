@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 import operator
-import re
 
 import torch
 from torch import fx
 
+from autopar import layers
 from autopar.program.parts import Part
 from autopar.program.storages import is_collective, is_start, is_view, is_wait, local_value, nbytes, output_values
 
@@ -28,8 +28,7 @@ SMALL_BYTES = 1 << 16
 
 def block_of(path: str) -> str:
     """`"model.layers.3.mlp"` → `"model.layers.3"`; a path without a number → its first name."""
-    numbered = re.match(r"(.*?\.\d+)(\.|$)", path)
-    return numbered.group(1) if numbered else path.partition(".")[0]
+    return layers.block_of(path) or path.partition(".")[0]
 
 
 def started_by(wait: fx.Node) -> fx.Node:

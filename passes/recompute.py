@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from autopar.layers import blocks_of
-from autopar.rules.nodes import node_argument
+from autopar.rules.nodes import is_random, node_argument
 from passes.context import Context
-from passes.editing import is_random
 
 
 def recompute(graph: Graph, context: Context) -> Graph:

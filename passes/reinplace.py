@@ -36,7 +36,7 @@ from autopar.program.storages import (
     output_values,
     written_operand,
 )
-from autopar.rules.nodes import node_argument
+from autopar.rules.nodes import is_pointwise, node_argument
 from passes.editing import edit, is_mutating
 
 DONATED_KINDS = ("param", "state", "accumulator")
@@ -230,11 +230,6 @@ def _others_are_apart(operand: fx.Node, node: fx.Node, storage: _Storage) -> boo
     own = storage.of(operand)
     others = [other for other in nodes_in((node.args, node.kwargs)) if storage.of(other) & own]
     return len(others) == 1 or (is_pointwise(node.target) and all(other is operand for other in others))
-
-
-def is_pointwise(target: Any) -> bool:
-    """Whether each element of the result depends on one element of each operand (ATen's tag)."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def inplace_overload(target: Any) -> torch._ops.OpOverload | None:

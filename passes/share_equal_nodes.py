@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from autopar.program.storages import is_view
-from passes.editing import edit, is_mutating, is_random
+from autopar.rules.nodes import is_random
+from passes.editing import edit, is_mutating
 
 
 def share_equal_nodes(part: Any, context: Any = None) -> Any:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from autopar.rules.nodes import argument, shapes_of
 from autopar.rules.notation import BoundRule, Dims, Linear, Shape
-from autopar.rules.shapes import from_letters, whole
+from autopar.rules.shapes import from_letters, named_dims, whole
 
 
 def _letters(shape: Shape, along: Collection[int], value: int, sizes: dict[str, int], kept: set[str]) -> Dims:
@@ -23,34 +23,17 @@ def _letters(shape: Shape, along: Collection[int], value: int, sizes: dict[str, 
     return tuple((name,) for name in names)
 
 
-def _along(dims: object, rank: int) -> set[int]:
-    """The dims that an argument names; all where it names none."""
-    if isinstance(dims, bool) or not isinstance(dims, (int, list, tuple)) or dims == []:
-        return set(range(rank))
-    return {int(d) % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)}
-
-
 def along(index: int, name: str, default: object, linear: Linear = ()) -> Callable[[Node], BoundRule]:
     """An op whose operands and results have the same dims, but for the sizes of those that it works along."""
 
     def rule(node: Node) -> BoundRule:
         operands, results = shapes_of(node)
-        dims = _along(argument(node, index, name, default), len(operands[0]))
+        dims = named_dims(argument(node, index, name, default), len(operands[0]))
         sizes, kept = dict[str, int](), set[str]()
         values = [_letters(shape, dims, i, sizes, kept) for i, shape in enumerate((*operands, *results))]
         return from_letters(values[: len(operands)], values[len(operands) :], sizes, kept, linear)
 
     return rule
-
-
-def reduced(node: Node) -> BoundRule:
-    """A reduction of whole dims: `any`, `argmax`, `var` and others whose shards don't combine by one op."""
-    (operand,), results = shapes_of(node)
-    dims, sizes, kept = _along(argument(node, 1, "dim"), len(operand)), dict[str, int](), set[str]()
-    inner = _letters(operand, dims, 0, sizes, kept)
-    keeps = [len(shape) == len(operand) for shape in results]
-    outer = [tuple(() if d in dims else inner[d] for d in range(len(operand)) if kd or d not in dims) for kd in keeps]
-    return from_letters([inner], outer, sizes, kept)
 
 
 def stacked(node: Node) -> BoundRule:

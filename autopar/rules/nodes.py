@@ -1,4 +1,4 @@
-"""What rules ask of an FX node: its op's name, its tensor operands and results, their shapes."""
+"""What is asked of an FX node: its op's name and properties, its tensor operands and results, their shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autopar.rules.notation import Linear, Shape
@@ -48,6 +48,15 @@ def node_argument(node: Node, index: int) -> Node:
     found = node.args[index]
     assert isinstance(found, Node), f"{node.format_node()}: argument {index} is {found!r}"
     return found
+
+
+def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy with the same names and a `meta` of its own for each node; and node → copy."""
+    copy, known = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        known[node] = copy.node_copy(node, known.__getitem__)
+        known[node].meta = dict(node.meta)
+    return copy, known
 
 
 def _nodes_in(argument: Any) -> Iterator[Node]:
@@ -92,9 +101,14 @@ def is_view(node: Node) -> bool:
     return node.target is operator.getitem or op_name(node) in _VIEWS
 
 
-def is_pointwise(node: Node) -> bool:
-    """Whether ATen calls the op pointwise."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+def is_pointwise(target: Any) -> bool:
+    """Whether each element of the result depends on one element of each operand (ATen's tag)."""
+    return torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def is_random(node: Node) -> bool:
+    """Whether two equal calls may give different values."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def shapes_of(node: Node) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:

@@ -308,21 +308,25 @@ def padded(node: Node) -> BoundRule:
 
 
 # -- reductions, normalisation -----------------------------------------------------------------------------------
-def reduction(op: str, linear: str = "") -> Callable[[Node], BoundRule]:
-    """Reduced dims vanish: split, they leave a value partial under `op`."""
+def named_dims(dims: object, rank: int) -> set[int]:
+    """The dims that an argument names; all where it names none."""
+    if isinstance(dims, bool) or not isinstance(dims, (int, list, tuple)) or dims == []:
+        return set(range(rank))
+    return {int(d) % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)}
+
+
+def reduction(op: str | None, linear: str = "") -> Callable[[Node], BoundRule]:
+    """Reduced dims vanish: split, they leave a value partial under `op`; with no op (`argmax`) they are whole."""
 
     def rule(node: Node) -> BoundRule:
         (operand,), results = shapes_of(node)
         dims, sizes = _letters(operand, "d")
-        which = argument(node, 1, "dim")
-        keepdim = argument(node, 2, "keepdim", False)
-        if not isinstance(which, (int, list, tuple)) or isinstance(which, bool) or which == []:
-            which, keepdim = list(range(len(operand))), False
-        which = {d % max(len(operand), 1) for d in ([which] if isinstance(which, int) else which)}
+        which = named_dims(argument(node, 1, "dim"), len(operand))
+        keepdim = len(results[0]) == len(operand)
         result = tuple(() if d in which else dims[d] for d in range(len(operand)) if keepdim or d not in which)
-        kept = {f"d{d}" for d in which} if len(results) > 1 else set()
+        kept = {f"d{d}" for d in which} if op is None or len(results) > 1 else set()
         sets: Linear = ((0,),) if linear else ()
-        return from_letters([dims], [result] * len(results), sizes, kept, linear=sets, reduction=op)
+        return from_letters([dims], [result] * len(results), sizes, kept, linear=sets, reduction=op or "sum")
 
     return rule
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from autopar.errors import CaptureError, RuleError
 from autopar.rules import convolution, dims, shapes
-from autopar.rules.nodes import op_name, shapes_of
+from autopar.rules.nodes import is_pointwise, is_random, op_name, shapes_of
 from autopar.rules.notation import BoundRule, Linear, bind, parse_rule
 
 
@@ -98,22 +98,22 @@ _ROWS: dict[str, Entry] = {
     # convolution and pooling
     "aten.convolution": _by(convolution.convolution),
     "aten.convolution_backward": _by(convolution.convolution_backward),
-    "aten.max_pool2d_with_indices": _by(convolution.pooling),
-    "aten.max_pool2d_with_indices_backward": _by(convolution.pooling),
-    "aten.avg_pool2d": _by(convolution.pooling),
-    "aten.avg_pool2d_backward": _by(convolution.pooling),
-    "aten._adaptive_avg_pool2d": _by(convolution.pooling),
-    "aten._adaptive_avg_pool2d_backward": _by(convolution.pooling),
+    "aten.max_pool2d_with_indices": _by(convolution.pooling_2d),
+    "aten.max_pool2d_with_indices_backward": _by(convolution.pooling_2d),
+    "aten.avg_pool2d": _by(convolution.pooling_2d),
+    "aten.avg_pool2d_backward": _by(convolution.pooling_2d),
+    "aten._adaptive_avg_pool2d": _by(convolution.pooling_2d),
+    "aten._adaptive_avg_pool2d_backward": _by(convolution.pooling_2d),
     # along whole dims
     "aten._safe_softmax": _by(shapes.whole_dim(1)),
-    "aten.any": _by(dims.reduced),
-    "aten.all": _by(dims.reduced),
-    "aten.prod": _by(dims.reduced),
-    "aten.argmax": _by(dims.reduced),
-    "aten.argmin": _by(dims.reduced),
-    "aten.logsumexp": _by(dims.reduced),
-    "aten.var": _by(dims.reduced),
-    "aten.var_mean": _by(dims.reduced),
+    "aten.any": _by(shapes.reduction(None)),
+    "aten.all": _by(shapes.reduction(None)),
+    "aten.prod": _by(shapes.reduction(None)),
+    "aten.argmax": _by(shapes.reduction(None)),
+    "aten.argmin": _by(shapes.reduction(None)),
+    "aten.logsumexp": _by(shapes.reduction(None)),
+    "aten.var": _by(shapes.reduction(None)),
+    "aten.var_mean": _by(shapes.reduction(None)),
     "aten.sort": _by(dims.along(1, "dim", -1)),
     "aten.topk": _by(dims.along(2, "dim", -1)),
     "aten.flip": _by(dims.along(1, "dims", None, ((0,),))),
@@ -174,7 +174,7 @@ def check_rules(graph: Graph) -> None:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         name, where = op_name(node), node.meta.get("source") or node.meta.get("path") or "the model"
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node):
             raise CaptureError(
                 f"{name} ({where}): random ops can't be split over ranks yet; set dropout to 0 or call model.eval()"
             )
@@ -209,8 +209,8 @@ def _entry(node: Node) -> Entry | None:
     entry = _ROWS.get(f"{op_name(node)}.{getattr(target, '_overloadname', '')}") or _ROWS.get(op_name(node))
     if entry is not None or not isinstance(target, torch._ops.OpOverload):
         return entry
-    is_random = torch.Tag.nondeterministic_seeded in target.tags  # a shard would draw other numbers than the whole
-    return Entry(function=shapes.pointwise) if torch.Tag.pointwise in target.tags and not is_random else None
+    draws = is_random(node)  # a shard would draw other numbers than the whole
+    return Entry(function=shapes.pointwise) if is_pointwise(target) and not draws else None
 
 
 def register_rule(name: str, text: str, linear: str = "") -> None:

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.errors import PlanError
-from autopar.joint import StepGraph, forward_twin
+from autopar.joint import StepGraph, forward_twin, relay_to
 from autopar.layers import block_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -35,7 +35,7 @@ from autopar.rules.nodes import is_view, node_argument, op_name, result_values, 
 from autopar.solve import problem as abstract
 from autopar.solve.costs import Compute, compute_costs, local_bytes
 from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
-from autopar.solve.modes import Mode, Modes, is_forward, modes_of, producer
+from autopar.solve.modes import Mode, Modes, Wanted, is_forward, may_be_reused, modes_of, producer
 from autopar.solve.problem import Array
 
 Allowed = Callable[[Node, LeafRule, Choice], bool]
@@ -86,10 +86,7 @@ class BuiltProblem:
 
     def choices(self, solution: Sequence[int]) -> dict[str, Choice]:
         """Node key → choice."""
-        return {
-            node.meta["key"]: options[pick].choice
-            for node, options, pick in zip(self.nodes, self.strategies, solution, strict=True)
-        }
+        return {node.meta["key"]: strategy.choice for node, strategy in self._picked(solution).items()}
 
     @property
     def has_modes(self) -> bool:
@@ -109,9 +106,7 @@ class BuiltProblem:
             twin = forward_twin(node)
             if twin is None or strategy.is_reused:
                 continue
-            value, item = producer(node_argument(node, 0))
-            made = result_layouts(value.meta["rule"], picked[value].choice)[_present_index(value, item)]
-            there, here = (result_layouts(n.meta["rule"], picked[n].choice)[0] for n in (twin, node))
+            made, there, here = (_left(value, picked) for value in (node_argument(node, 0), twin, node))
             if made != there == here:
                 again.append(twin)
         return again
@@ -133,7 +128,7 @@ def build_problem(step: StepGraph, setting: Setting) -> BuiltProblem:
     return _Builder(step, setting).build()
 
 
-def wanted_again(recompute: str | None) -> Callable[[Node], bool] | None:
+def wanted_again(recompute: str | None) -> Wanted | None:
     """The nodes that a pin wants computed again; None leaves it to the solver."""
     if recompute == "auto":
         return None
@@ -157,14 +152,19 @@ def require_wanted(graph: Graph, recompute: str | None) -> None:
 def _is_free_view(node: Node, picked: dict[Node, Strategy]) -> bool:
     """Whether a view is made from something kept, in the same layout: keeping it would take no memory either."""
     while is_view(node):
-        source, item = producer(node_argument(node, 0))
-        left = result_layouts(source.meta["rule"], picked[source].choice)[_present_index(source, item)]
-        if left != operand_layouts(node.meta["rule"], picked[node].choice)[0]:
+        source, _ = producer(node_argument(node, 0))
+        if _left(node_argument(node, 0), picked) != operand_layouts(node.meta["rule"], picked[node].choice)[0]:
             return False
         if source.op != "call_function" or picked[source].mode is Mode.KEPT:
             return True
         node = source
     return False
+
+
+def _left(value: Node, picked: dict[Node, Strategy]) -> Layout:
+    """The layout in which its producer leaves a value."""
+    maker, item = producer(value)
+    return result_layouts(maker.meta["rule"], picked[maker].choice)[_present_index(maker, item)]
 
 
 @dataclass(slots=True)
@@ -182,11 +182,13 @@ class _Builder:
     matrices: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int], np.ndarray] = field(default_factory=dict)
     edges: list[abstract.Edge] = field(default_factory=list)
     modes: Modes | None = None
+    wanted: Wanted | None = None
     moments: list[Moment] = field(default_factory=list)
 
     def build(self) -> BuiltProblem:
         if self.setting.recompute != "none":
-            self.modes = modes_of(self.step.graph, wanted_again(self.setting.recompute))
+            self.wanted = wanted_again(self.setting.recompute)
+            self.modes = modes_of(self.step.graph, self.wanted)
         stages, microbatches = self.setting.mesh.num_stages, self.setting.microbatches
         self.moments = moments_of(self.step.graph, stages, microbatches, self.modes)
         for node in self.step.graph.nodes:
@@ -220,7 +222,7 @@ class _Builder:
         kind = op_name(node) if node.op == "call_function" else node.meta["role"].kind
         values = (*(o.meta["val"] for o in tensor_operands(node)), *(v for v in result_values(node) if v is not None))
         dtypes, modes = tuple(value.dtype for value in values), self._modes(node)
-        place = (node.meta["phase"], self._row(node), is_step_relay(node), self._may_be_reused(node))
+        place = (node.meta["phase"], self._row(node), is_step_relay(node), may_be_reused(node, self.wanted))
         return id(rule.memo), self.setting.alike(node, rule), kind, dtypes, modes, place
 
     def _modes(self, node: Node) -> tuple[Mode | None, ...]:
@@ -236,7 +238,7 @@ class _Builder:
         options = [Strategy(choice, mode=mode) for mode in self._modes(node) for choice in choices]
         if is_step_relay(node):
             options += [Strategy(choice, holds_copy=True) for choice in choices]
-        if self._may_be_reused(node):
+        if may_be_reused(node, self.wanted):
             options += [Strategy(choice, is_reused=True) for choice in choices]
         once = compute_costs(node, choices, self.setting.mesh, self.setting.compute) * (len(options) // len(choices))
         return options, np.array(once) * np.array([2.0 if option.mode is Mode.AGAIN else 1.0 for option in options])
@@ -336,9 +338,7 @@ class _Builder:
         """The relay that brings a parameter to the backward of the stage to whose forward `node` brings it."""
         if node.target is not markers.relay or not is_step_relay(node_argument(node, 0)):
             return None
-        place = ("backward", node.meta["stage"])
-        users = node_argument(node, 0).users
-        return next((user for user in users if (user.meta["phase"], user.meta["stage"]) == place), None)
+        return relay_to("backward", node.meta["stage"], node_argument(node, 0))
 
     def _add_shared_gathers(self) -> None:
         """A parameter that is brought to the forward again comes from what the backward gathers."""
@@ -355,13 +355,8 @@ class _Builder:
 
     def _copy_rule(self, full: np.ndarray, relay: Node) -> np.ndarray:
         """A relay that holds no copy keeps the parameter's layout."""
-        shares = np.array([not option.holds_copy for option in self.strategies[self.index[relay]]])
+        shares = self._holds_copy(relay) == 0
         return np.where(shares[None, :] & (full > 0), np.inf, full)
-
-    def _may_be_reused(self, node: Node) -> bool:
-        twin = forward_twin(node)
-        wanted = wanted_again(self.setting.recompute) if self.setting.recompute != "none" else None
-        return twin is not None and (wanted is None or not wanted(twin))
 
     def _reuse_rule(self, full: np.ndarray, source: Node, relay: Node) -> np.ndarray:
         """A relay that reads what the forward's relay moved pays nothing here; nor is there anything to reuse where
@@ -383,6 +378,9 @@ class _Builder:
             full = np.where(reused[None, :] & ~same, np.inf, 0.0)
             self.edges.append(abstract.Edge(self.index[twin], self.index[node], full, self._row(node)))
 
+    def _holds_copy(self, node: Node) -> Array:
+        return self._flags(node, "copy", lambda option: option.holds_copy)
+
     def _is_reused(self, node: Node) -> Array:
         return self._flags(node, "reused", lambda option: option.is_reused)
 
@@ -402,7 +400,7 @@ class _Builder:
             result_bytes=lambda node, item: self._bytes(node, item, _item(node, item), results=True),
             operand_bytes=lambda node, i: self._bytes(node, i, tensor_operands(node)[i].meta["val"], results=False),
             in_mode=self._in_mode,
-            holds_copy=lambda node: self._flags(node, "copy", lambda option: option.holds_copy),
+            holds_copy=self._holds_copy,
             is_reused=self._is_reused,
         )
         for node, limit, sizes in holdings.rows():

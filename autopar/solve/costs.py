@@ -40,8 +40,8 @@ def flops(node: Node) -> float:
         return 2.0 * math.prod(factor.size for factor in rule.factors)
     if name in _GROUPED_MATMULS:  # each row meets the weight of one expert
         return 2.0 * math.prod(factor.size for factor in rule.factors if factor.letter != "e")
-    if name in CONVOLUTIONS:
-        once = [factor.size for factor in rule.factors if factor.letter[0] not in "xiu"]  # per output, not per input
+    if name in CONVOLUTIONS:  # per output: its positions, not the input's, and with groups one group's channels
+        once = [factor.size for factor in rule.factors if factor.letter[0] not in "xi" and factor.letter != "w0"]
         return 2.0 * CONVOLUTIONS[name] * math.prod(once)
     if name in _ATTENTION_MATMULS:
         sizes: dict[str, int] = {}

@@ -132,7 +132,7 @@ class Holdings:
         block = self.modes.block[value] if self.modes is not None else ""
         for index, moment in enumerate(self.moments):
             if moment.stage == stage and moment.has_activations:
-                count = self.in_flight[stage] - (moment.freed is not None and moment.freed == block)
+                count = self.in_flight[stage] - (moment.freed == block)
                 yield relay, index, self.result_bytes(relay, 0) * self.is_reused(relay) * count
 
     # -- with recompute ----------------------------------------------------------------------------------------

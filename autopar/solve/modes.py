@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from autopar import markers
 from autopar.joint import forward_twin
 from autopar.layers import blocks_of
-from autopar.rules.nodes import argument, is_view, node_argument
+from autopar.rules.nodes import argument, is_random, is_view, node_argument
 
 SMALL = 1 / 32
 """Of the greatest value of the block: what takes less is kept where the backward reads it."""
@@ -77,10 +77,10 @@ def is_forward(node: Node) -> bool:
     return node.op == "call_function" and node.meta["phase"] == "forward" and node.target is not operator.getitem
 
 
-def is_random(node: Node) -> bool:
-    """Whether two equal calls may give different values."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+def may_be_reused(reader: Node, wanted: Wanted | None) -> bool:
+    """Whether a node of the backward may read what the forward's relay moved: where no pin wants that moved again."""
+    twin = forward_twin(reader)
+    return twin is not None and (wanted is None or not wanted(twin))
 
 
 @dataclass(slots=True)
@@ -119,14 +119,9 @@ class _Analysis:
                 self.found.foreign.add((value, reader.meta["stage"]))
                 continue
             self.read.setdefault(node, set()).add(item)
-            if not self.may_be_reused(reader):
+            if not may_be_reused(reader, self.wanted):
                 self.irreplaceable.add(node)
             self.readers.setdefault(node, set()).update(blocks or {self.found.block[reader]})
-
-    def may_be_reused(self, reader: Node) -> bool:
-        """Whether a reader of the backward may read what the forward's relay moved."""
-        twin = forward_twin(reader)
-        return twin is not None and (self.wanted is None or not self.wanted(twin))
 
     def _decide(self, node: Node) -> None:
         again = list(self._again(node))

@@ -15,15 +15,12 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.fx import Node
 
 from autopar.capture.step import TrainStep
 from autopar.cluster import parse_cluster
@@ -34,9 +31,9 @@ from autopar.layers import Cut, units_of
 from autopar.planning import plan
 from autopar.plans import Plan, stage_of
 from autopar.program.verify import HALVES, verify
-from autopar.rules.nodes import op_name, tensor_operands
 from autopar.solve.costs import flops
 from tests.matrix.models import build
+from tests.virtual.step_models import weights_of
 
 SHARE = 0.9
 """Of the operations of matmuls and convolutions, what a tp axis must split."""
@@ -102,7 +99,7 @@ def _run(model: str, cell: str, seconds: dict[str, float]) -> tuple[str, float |
         found = plan(step, fast_cluster(ranks), pin=pins or None)
         program = compile(step, found)
     with _timed(seconds, "verify"):
-        report = verify(step, program.pipeline, _weights(step), 1)
+        report = verify(step, program.pipeline, weights_of(step), 1)
     wanted = HALVES if cell == "capture" else HALVES[1:]
     wrong = [d for d in report.differences if not d.ok and d.half in wanted]
     if wrong:
@@ -143,26 +140,11 @@ def split_share(step: TrainStep, found: Plan, axis: str = "tp") -> float:
     choices = parsed_choices(graph, found.choices)
     total = split = 0.0
     for node in graph.graph.nodes:
-        work = _work(node) if node.op == "call_function" and "rule" in node.meta else 0.0
+        work = flops(node) if node.op == "call_function" and "rule" in node.meta else 0.0
         total += work
         if any(s.axis == axis and s.factor >= 0 for s in choices.get(node.meta.get("key", ""), ())):
             split += work
     return split / total if total else 1.0
-
-
-def _work(node: Node) -> float:
-    """Operations of a matmul or a convolution."""
-    if op_name(node) not in ("aten.convolution", "aten.convolution_backward"):
-        return flops(node)
-    is_backward = op_name(node) == "aten.convolution_backward"
-    output, weight = (tensor_operands(node)[0] if is_backward else node), tensor_operands(node)[1 + is_backward]
-    per_output = math.prod(weight.meta["val"].shape[1:])
-    return 2.0 * (1 + is_backward) * output.meta["val"].numel() * per_output
-
-
-def _weights(step: TrainStep) -> Mapping[str, torch.Tensor]:
-    named = {**dict(step.model.named_parameters()), **dict(step.model.named_buffers())}
-    return {name: value.detach() for name, value in named.items()}
 
 
 class _timed:

@@ -1,6 +1,6 @@
 """The model matrix by command: each model in each cell, passed or why not.
 
-    python -m tests.matrix.run --models llama,bert --cells tp2
+    python -m tests.matrix.run --models "llama;bert" --cells tp2
     python -m tests.matrix.run --part 1/4 --json > part1.json
     python -m tests.matrix.run --markdown tests/matrix/README.md
 

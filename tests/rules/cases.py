@@ -81,11 +81,11 @@ def _embedding_backward(*rows: int, padding: int = -1, by_frequency: bool = Fals
 
 
 def _convolution_backward(
-    x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], groups: int, outs: list[bool]
+    x: Shape, w: Shape, y: Shape, groups: int, outs: list[bool], transposed: bool = False
 ) -> Case:
     rank = len(x) - 2
-    bias = [w[0]] if outs[2] else None
-    rest = ([1] * rank, [0] * rank, [1] * rank, False, [0] * rank, groups, outs)
+    bias = [y[1]] if outs[2] else None
+    rest = ([1] * rank, [0] * rank, [1] * rank, transposed, [0] * rank, groups, outs)
     return case(aten.convolution_backward.default, t(*y), t(*x), t(*w), bias, *rest)
 
 
@@ -101,6 +101,8 @@ CASES: dict[str, list[Case]] = {
         _convolution_backward((6, 12, 5), (18, 12, 3), (6, 18, 3), 1, [True, True, True]),
         _convolution_backward((6, 12, 5), (18, 12, 3), (6, 18, 3), 1, [False, True, False]),
         _convolution_backward((6, 12, 5), (12, 1, 3), (6, 12, 3), 12, [True, True, True]),
+        _convolution_backward((6, 12, 5), (12, 18, 3), (6, 18, 7), 1, [True, True, True], transposed=True),
+        _convolution_backward((6, 12, 5), (12, 18, 3), (6, 18, 7), 1, [True, True, False], transposed=True),
     ],
     "aten.max_pool2d_with_indices": [case(aten.max_pool2d_with_indices.default, t(6, 12, 4, 6), [2, 2], [2, 2])],
     "aten.max_pool2d_with_indices_backward": [

@@ -30,15 +30,13 @@ from torch import fx
 
 from autopar import collectives
 from autopar.program.parts import Part
-from autopar.program.storages import is_start, is_wait, local_value, nbytes, target_name
+from autopar.program.storages import is_start, is_wait, local_value, nbytes
+from autopar.rules.nodes import op_name
+from autopar.solve.costs import HEAVY
 from passes.context import Overlap
 from passes.editing import edit
 from passes.kinds import block_of, early, fillers, is_accumulation, late, small_from_batch, started_by
 
-_MATMULS = frozenset(
-    {"linear", "linear_dx", "linear_dw", "mm", "bmm", "attention", "attention_backward", "convolution"}
-)
-"""What takes time: collectives hide behind it."""
 _Flight = tuple[float, float, int]
 """(start, first use, bytes)"""
 
@@ -220,7 +218,8 @@ def _delay_fillers(times: _Times, delayed: set[fx.Node], ends: set[fx.Node]) -> 
 
 
 def _is_matmul(node: fx.Node) -> bool:
-    return target_name(node) in _MATMULS
+    """Whether a node takes time, so that collectives hide behind it."""
+    return op_name(node) in HEAVY
 
 
 def _is_near(times: _Times, node: fx.Node, middle: list[float], start: int) -> bool:

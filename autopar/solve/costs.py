@@ -30,6 +30,8 @@ CONVOLUTIONS = {"aten.convolution": 1, "aten.convolution_backward": 2}
 """How many convolutions an op does: the backward one each for the gradients of input and weight."""
 _ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}
 """Matmuls of size [s, d] x [d, t] per head: QKᵀ and PV; backward recomputes QKᵀ and adds four (Dao 2022, B.4)."""
+HEAVY = MATMULS | _GROUPED_MATMULS | CONVOLUTIONS.keys() | _ATTENTION_MATMULS.keys()
+"""The ops that take the time, by name: what has operations to count."""
 
 
 def flops(node: Node) -> float:

@@ -30,6 +30,7 @@ def replacements(*, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
         F.multi_head_attention_forward: functools.partial(_multi_head_attention, mixed=mixed),
         F.cross_entropy: _cross_entropy,
         F.nll_loss: _nll_loss,
+        F.mse_loss: _mse_loss,
         F.pad: _pad,
     }
     for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
@@ -174,6 +175,14 @@ def _nll_loss(
     index = target.masked_fill(target == ignore_index, 0)
     losses = -input.gather(dim, index.unsqueeze(dim)).squeeze(dim)
     return _reduce(losses, index, target == ignore_index, weight, reduction)
+
+
+def _mse_loss(input: Tensor, target: Tensor, *legacy: Any, reduction: str = "mean", **others: Any) -> Any:
+    has_others = any(value is not None for value in (*legacy, *others.values()))
+    if has_others or input.shape != target.shape or input.dtype != target.dtype:
+        return NotImplemented
+    squares = (input - target).square()
+    return squares if reduction == "none" else squares.sum() if reduction == "sum" else squares.mean()
 
 
 def _reduce(losses: Tensor, index: Tensor, ignored: Tensor, weight: Tensor | None, reduction: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from autopar.capture import Captured, ForwardStep, Role, TrainStep, graph_hash, op_name, outputs, placeholders
 from autopar.capture.clean import is_view
 from autopar.private import OpOverload, schema_of
+from autopar.rules.table import has_rule
 
 
 def values_of(step: ForwardStep, batch: Any, index: int = 0) -> list[Tensor]:
@@ -302,6 +304,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "images": lambda x, y: F.cross_entropy(x.view(2, 4, 5).transpose(1, 2), y.view(2, 4)),
     "nll": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y, ignore_index=2),
     "smooth": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "squares": lambda x, y: F.mse_loss(x, y[:, None].expand(-1, 5).float()),
+    "squares, summed": lambda x, y: F.mse_loss(x, y[:, None].expand(-1, 5).float(), reduction="sum"),
+    "squares, each": lambda x, y: F.mse_loss(x, y[:, None].expand(-1, 5).float(), reduction="none").sin().mean(),
 }
 
 
@@ -314,6 +319,8 @@ def test_losses_in_primitive_ops(name: str) -> None:
     got, want = run_captured(step, batch), run_eager(step, batch)
     for role in got:
         torch.testing.assert_close(got[role], want[role], rtol=1e-5, atol=1e-6)
+    ops = [node for node in call_nodes(step.capture()) if node.target is not operator.getitem]
+    assert all(map(has_rule, ops)) or name == "smooth"  # smoothed labels are left to torch's own op
 
 
 def test_views_are_merged() -> None:

@@ -13,13 +13,22 @@ Architectures with random weights from their own libraries, at tiny sizes. Each 
 compares loss, gradients, new parameters and state with the single-device step in float64, on a virtual mesh.
 What the cells ask is in `cells.py`; the models are the table of `models.py`. Made by
 
-    python -m tests.matrix.run --markdown tests/matrix/README.md
+    python -m tests.matrix.run --cells "{cells}" --markdown tests/matrix/README.md
 """
 
 
 def page(results: Sequence[Result]) -> str:
     """Markdown."""
-    parts = [_HEAD, *_totals(results), "", *_table(results), "", *_failures(results), *_times(results)]
+    cells = _cells(results)
+    parts = [
+        _HEAD.format(cells=";".join(cells)),
+        *_totals(results),
+        "",
+        *_table(results, cells),
+        "",
+        *_failures(results),
+        *_times(results),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -30,8 +39,11 @@ def _totals(results: Sequence[Result]) -> Iterator[str]:
     yield f"{len(models)} models, {len(whole)} of them pass in every cell; {passed} of {len(results)} cells pass."
 
 
-def _table(results: Sequence[Result]) -> Iterator[str]:
-    cells = list(dict.fromkeys(result.cell for result in results))
+def _cells(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(result.cell for result in results))
+
+
+def _table(results: Sequence[Result], cells: Sequence[str]) -> Iterator[str]:
     rows: dict[str, dict[str, str]] = defaultdict(dict)
     for result in results:
         share = "" if result.share is None else f" {result.share:.0%}"

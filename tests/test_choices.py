@@ -21,9 +21,9 @@ from autopar.rules.choices import (
     result_layouts,
     splittable,
 )
+from autopar.rules.examples import index, node_of, t
 from autopar.rules.factors import LeafRule
 from autopar.rules.prove import single_op
-from tests.rules.nodes import index, node_of, t
 
 aten, own = torch.ops.aten, torch.ops.autopar
 assert composites.LOWERED

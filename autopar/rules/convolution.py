@@ -1,4 +1,4 @@
-"""Rules of convolutions and pooling: `n c [spatial], o c [kernel] -> n o [spatial]`.
+"""Rules of convolutions: `n c [spatial], o c [kernel] -> n o [spatial]`.
 
 Spatial dims are whole: neighbouring shards would have to exchange their edges. With groups, channels are whole too.
 """
@@ -10,17 +10,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from autopar.rules.entries import Rows, by
+from autopar.rules.letters import from_letters, whole_letters
 from autopar.rules.nodes import argument, result_values, shapes_of
 from autopar.rules.notation import BoundRule, Dims, Linear, Shape
-from autopar.rules.shapes import from_letters
-
-
-def _whole_dims(shape: Shape, prefix: str, sizes: dict[str, int], whole: set[str]) -> Dims:
-    """Letters of their own for dims that are whole."""
-    names = [f"{prefix}{i}" for i in range(len(shape))]
-    sizes.update(zip(names, shape, strict=True))
-    whole.update(names)
-    return tuple((name,) for name in names)
 
 
 @dataclass(slots=True)
@@ -41,15 +34,15 @@ class _Convolution:
 def _convolution(x: Shape, weight: Shape, y: Shape, transposed: bool, groups: int) -> _Convolution:
     sizes, whole = {"n": x[0]}, set[str]()
     if groups > 1:
-        channels, outputs = _whole_dims(x[1:2], "i", sizes, whole), _whole_dims(y[1:2], "o", sizes, whole)
-        kernels = _whole_dims(weight[:2], "w", sizes, whole)
+        channels, outputs = whole_letters(x[1:2], "i", sizes, whole), whole_letters(y[1:2], "o", sizes, whole)
+        kernels = whole_letters(weight[:2], "w", sizes, whole)
     else:
         channels, outputs = (("c",),), (("o",),)
         kernels = (*channels, *outputs) if transposed else (*outputs, *channels)
         sizes |= {"c": x[1], "o": y[1]}
-    inner: Dims = (("n",), *channels, *_whole_dims(x[2:], "x", sizes, whole))
-    kernel: Dims = (*kernels, *_whole_dims(weight[2:], "k", sizes, whole))
-    return _Convolution(inner, kernel, (("n",), *outputs, *_whole_dims(y[2:], "y", sizes, whole)), sizes, whole)
+    inner: Dims = (("n",), *channels, *whole_letters(x[2:], "x", sizes, whole))
+    kernel: Dims = (*kernels, *whole_letters(weight[2:], "k", sizes, whole))
+    return _Convolution(inner, kernel, (("n",), *outputs, *whole_letters(y[2:], "y", sizes, whole)), sizes, whole)
 
 
 def convolution(node: Node) -> BoundRule:
@@ -71,15 +64,7 @@ def convolution_backward(node: Node) -> BoundRule:
     return from_letters([found.outer, found.inner, found.kernel], results, found.sizes, whole, ((0,),))
 
 
-def pooling_2d(node: Node) -> BoundRule:
-    """Batch and channels are free, the two spatial dims whole; all operands and results have the former in front."""
-    operands, results = shapes_of(node)
-    leading = len(operands[0]) - 2
-    names = [f"d{i}" for i in range(leading)]
-    sizes, whole = dict(zip(names, operands[0], strict=False)), set[str]()
-    dims = [
-        (*((name,) for name in names), *_whole_dims(shape[leading:], f"s{i}_", sizes, whole))
-        for i, shape in enumerate((*operands, *results))
-    ]
-    indexes = {2: dims[1][-1][0]} if len(operands) == 3 else {}  # where the greatest stood in the (whole) window
-    return from_letters(dims[: len(operands)], dims[len(operands) :], sizes, whole, indexes=indexes)
+ROWS: Rows = {
+    "aten.convolution": by(convolution),
+    "aten.convolution_backward": by(convolution_backward),
+}

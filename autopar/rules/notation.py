@@ -131,6 +131,20 @@ def bind(
     )
 
 
+def fits(rule: Rule, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> bool:
+    """Whether the rule has as many operands and results as the op, each of its rank."""
+
+    def alike(specs: tuple[ValueSpec, ...], shapes: tuple[Shape, ...]) -> bool:
+        return len(specs) == len(shapes) and all(map(_has_rank, specs, shapes))
+
+    return alike(rule.operands, operand_shapes) and alike(rule.results, result_shapes)
+
+
+def _has_rank(spec: ValueSpec, shape: Shape) -> bool:
+    rank = len(spec.dims)
+    return len(shape) >= rank - 1 if ("...",) in spec.dims else len(shape) == rank
+
+
 def _expand_dots(dims: Dims, shape: Shape, most: int) -> Dims:
     """Replaces `...` by the last of `d0 d1 …` (`most` of them), as many as there are dims left: aligned right."""
     if ("...",) not in dims:

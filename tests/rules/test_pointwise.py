@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from autopar.mesh import Mesh
+from autopar.rules.examples import index, mask, node_of, t
 from autopar.rules.prove import prove
 from autopar.rules.table import has_rule, rule_of
-from tests.rules.nodes import index, mask, node_of, t
 from tests.rules.test_table import ties
 
 aten = torch.ops.aten

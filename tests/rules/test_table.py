@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.mesh import Mesh
+from autopar.rules.examples import EXAMPLES, Example
 from autopar.rules.prove import prove
 from autopar.rules.table import _ROWS
-from tests.rules.cases import CASES, Case
 
 MESHES = ("x=2", "x=3")
 TWO_AXES = "x=2 y=2"
@@ -29,14 +29,14 @@ def ties(operand: Node, generator: torch.Generator) -> Tensor:
     return drawn.double() if value.dtype.is_floating_point else drawn.to(value.dtype)
 
 
-def faults(case: Case, mesh: str, seed: int = 0) -> tuple[int, list[str]]:
+def faults(case: Example, mesh: str, seed: int = 0) -> tuple[int, list[str]]:
     """Choices executed, and what differed, on random values and (first seed) on values with ties."""
     samples = (None, ties) if mesh != TWO_AXES else (None,)
     executed, wrong = 0, []
     for sample in samples:
         count, found = prove(case.node(), Mesh.parse(mesh), sample=sample, seed=seed)
         executed += count
-        wrong += [f"{case} on {mesh}: {c}" for c in found if case.values or c.error]
+        wrong += [f"{case} on {mesh}: {c}" for c in found if case.has_values or c.error]
     return executed, wrong
 
 
@@ -44,8 +44,8 @@ def faults(case: Case, mesh: str, seed: int = 0) -> tuple[int, list[str]]:
 def proven(name: str) -> tuple[int, int, list[str]]:
     """Choices executed, those of them that split something, and faults, over all cases of a row."""
     executed, divided, wrong = 0, 0, []
-    for case in CASES[name]:
-        meshes = MESHES if case is not CASES[name][0] else (*MESHES, TWO_AXES)
+    for case in EXAMPLES[name]:
+        meshes = MESHES if case is not EXAMPLES[name][0] else (*MESHES, TWO_AXES)
         for mesh in meshes:
             count, found = faults(case, mesh)
             executed += count
@@ -54,7 +54,7 @@ def proven(name: str) -> tuple[int, int, list[str]]:
     return executed, divided, wrong
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_row(name: str) -> None:
     executed, divided, wrong = proven(name)
     assert not wrong, "\n".join(wrong)
@@ -63,14 +63,14 @@ def test_row(name: str) -> None:
 
 
 def test_no_row_is_left_unproven() -> None:
-    assert set(CASES) == set(_ROWS)
+    assert set(EXAMPLES) == set(_ROWS)
 
 
 def test_how_much_is_proven(record_property) -> None:
-    calls = sum(map(len, CASES.values()))
-    choices = sum(proven(name)[0] for name in CASES)
-    record_property("ops", len(CASES))
+    calls = sum(map(len, EXAMPLES.values()))
+    choices = sum(proven(name)[0] for name in EXAMPLES)
+    record_property("ops", len(EXAMPLES))
     record_property("choices", choices)
-    assert len(CASES) >= 65
+    assert len(EXAMPLES) >= 65
     assert calls >= 125
     assert choices >= 2000

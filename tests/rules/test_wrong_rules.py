@@ -12,11 +12,12 @@ from torch.fx import Node
 
 from autopar import composites
 from autopar.mesh import Mesh
-from autopar.rules import shapes
+from autopar.rules import views
+from autopar.rules.entries import Entry, by, texts
+from autopar.rules.examples import index, node_of, t
 from autopar.rules.notation import BoundRule
 from autopar.rules.prove import Counterexample, prove
-from autopar.rules.table import _ROWS, Entry, _by, _texts, register_rule, rule_of
-from tests.rules.nodes import index, node_of, t
+from autopar.rules.table import _ROWS, register_rule, rule_of
 
 aten, own = torch.ops.aten, torch.ops.autopar
 assert composites.LOWERED
@@ -29,38 +30,38 @@ def counterexamples(node: Node, mesh: str = "x=2") -> list[Counterexample]:
 
 def _swapped(node: Node) -> BoundRule:
     """A view whose product is read minor to major."""
-    rule = shapes.viewed(node)
+    rule = views.viewed(node)
     ((letters,),) = rule.results
     return dataclasses.replace(rule, results=((letters[::-1],),))
 
 
 WRONG: dict[str, tuple[str, Entry, Node]] = {
-    "missing partial": ("aten.mm", _texts("", "m k, j n -> m n"), node_of(aten.mm.default, t(6, 4), t(4, 12))),
-    "wrong reduction": ("aten.amax", _texts("", "a b -> a"), node_of(aten.amax.default, t(4, 6), [1])),
-    "maximum of a sum": ("aten.sum", _texts("0", "a b -> a +max"), node_of(aten.sum.dim_IntList, t(4, 6), [1])),
+    "missing partial": ("aten.mm", texts("", "m k, j n -> m n"), node_of(aten.mm.default, t(6, 4), t(4, 12))),
+    "wrong reduction": ("aten.amax", texts("", "a b -> a"), node_of(aten.amax.default, t(4, 6), [1])),
+    "maximum of a sum": ("aten.sum", texts("0", "a b -> a +max"), node_of(aten.sum.dim_IntList, t(4, 6), [1])),
     "shard of a whole dim": (
         "aten._softmax",
-        _texts("", "... -> ..."),
+        texts("", "... -> ..."),
         node_of(aten._softmax.default, t(4, 6), 1, False),
     ),
-    "shard of a scanned dim": ("aten.cumsum", _texts("", "... -> ..."), node_of(aten.cumsum.default, t(4, 6), 1)),
-    "linear in what is not": ("aten.relu", _texts("0", "... -> ..."), node_of(aten.relu.default, t(4, 6))),
-    "linear in a divisor": ("aten.div", _texts("1", "a b, a b -> a b"), node_of(aten.div.Tensor, t(4, 6), t(4, 6))),
-    "jointly, not alone": ("aten.mul", _texts("01", "a b, a b -> a b"), node_of(aten.mul.Tensor, t(4, 6), t(4, 6))),
-    "alone, not jointly": ("aten.add", _texts("0", "a b, a b -> a b"), node_of(aten.add.Tensor, t(4, 6), t(4, 6))),
+    "shard of a scanned dim": ("aten.cumsum", texts("", "... -> ..."), node_of(aten.cumsum.default, t(4, 6), 1)),
+    "linear in what is not": ("aten.relu", texts("0", "... -> ..."), node_of(aten.relu.default, t(4, 6))),
+    "linear in a divisor": ("aten.div", texts("1", "a b, a b -> a b"), node_of(aten.div.Tensor, t(4, 6), t(4, 6))),
+    "jointly, not alone": ("aten.mul", texts("01", "a b, a b -> a b"), node_of(aten.mul.Tensor, t(4, 6), t(4, 6))),
+    "alone, not jointly": ("aten.add", texts("0", "a b, a b -> a b"), node_of(aten.add.Tensor, t(4, 6), t(4, 6))),
     "index not marked": (
         "aten.embedding",
-        _texts("0", "v d, ... -> ... d"),
+        texts("0", "v d, ... -> ... d"),
         node_of(aten.embedding.default, t(12, 4), index(2, 6)),
     ),
-    "transposed wrongly": ("aten.t", _texts("0", "a b -> a b"), node_of(aten.t.default, t(6, 6))),
-    "minor before major": ("aten.view", _by(_swapped), node_of(aten.view.default, t(4, 6), [24])),
+    "transposed wrongly": ("aten.t", texts("0", "a b -> a b"), node_of(aten.t.default, t(6, 6))),
+    "minor before major": ("aten.view", by(_swapped), node_of(aten.view.default, t(4, 6), [24])),
     "expert axis confused": (
         "aten.bmm",
-        _texts("0|1", "b m k, b k n -> b n m"),
+        texts("0|1", "b m k, b k n -> b n m"),
         node_of(aten.bmm.default, t(2, 6, 4), t(2, 4, 6)),
     ),
-    "constant along what varies": ("aten.cumsum", _texts("", "a b -> a c"), node_of(aten.cumsum.default, t(4, 6), 1)),
+    "constant along what varies": ("aten.cumsum", texts("", "a b -> a c"), node_of(aten.cumsum.default, t(4, 6), 1)),
 }
 
 
@@ -111,7 +112,7 @@ def test_masking_by_multiplication_leaks_infinity(monkeypatch: pytest.MonkeyPatc
 
 
 def test_not_a_number_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_ROWS, "aten.div", _texts("0|1", "a b, a b -> a b"))
+    monkeypatch.setitem(_ROWS, "aten.div", texts("0|1", "a b, a b -> a b"))
     node = node_of(aten.div.Tensor, t(4, 6), t(4, 6))
     assert any(c.difference == float("inf") or c.difference != c.difference for c in counterexamples(node, "x=3"))
 

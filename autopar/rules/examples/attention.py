@@ -1,0 +1,34 @@
+"""Calls that prove the rules of `rules/attention.py`."""
+
+from __future__ import annotations
+
+from autopar.rules.examples.example import Example, Examples, call, own, t
+
+
+def _attention(heads: int, groups: int, causal: bool, mask_shape: tuple[int, ...] | None = None) -> Example:
+    q, kv = t(2, heads, 6, 4), t(2, groups, 6, 4)
+    bias = None if mask_shape is None else t(*mask_shape)
+    return call(own.attention.default, q, kv, t(2, groups, 6, 4), bias, causal, 0.5)
+
+
+def _attention_backward(heads: int, groups: int, causal: bool, mask_shape: tuple[int, ...] | None = None) -> Example:
+    q, kv, lse = (2, heads, 6, 4), (2, groups, 6, 4), (2, heads, 6)
+    bias = None if mask_shape is None else t(*mask_shape)
+    args = (t(*q), t(*q), t(*kv), t(*kv), bias, t(*q), t(*lse), causal, 0.5)
+    return call(own.attention_backward.default, *args)
+
+
+EXAMPLES: Examples = {
+    "autopar.attention": [
+        _attention(6, 6, True),
+        _attention(6, 2, False),
+        _attention(4, 2, False, (6, 6)),
+        _attention(4, 2, False, (2, 1, 6, 6)),
+        _attention(4, 4, False, (2, 4, 1, 6)),
+    ],
+    "autopar.attention_backward": [
+        _attention_backward(6, 2, True),
+        _attention_backward(6, 3, False),
+        _attention_backward(4, 2, False, (2, 1, 6, 6)),
+    ],
+}

@@ -1,0 +1,31 @@
+"""Calls that prove the rules of `rules/factories.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.rules.examples.example import Examples, aten, call, i64, index, t, undefined
+
+EXAMPLES: Examples = {
+    "aten.arange": [
+        call(aten.arange.default, 12),
+        call(aten.arange.start, 3, 15),
+        call(aten.arange.start_step, 2, 26, 4),
+        call(aten.arange.start_step, 6, 0, -1, dtype=torch.float32),
+        call(aten.arange.start_step, 0.0, 1.2, 0.1, dtype=torch.float32),
+        call(aten.arange.default, 6, dtype=torch.float32),
+        call(aten.arange.default, 6.0),
+    ],
+    "aten.full": [call(aten.full.default, [4, 6], 2.5), call(aten.full.default, [6], True)],
+    "aten.zeros": [call(aten.zeros.default, [4, 6])],
+    "aten.ones": [call(aten.ones.default, [4, 6], dtype=i64)],
+    "aten.empty": [undefined(aten.empty.memory_format, [4, 6])],
+    "aten.scalar_tensor": [call(aten.scalar_tensor.default, 3.0)],
+    "aten.full_like": [call(aten.full_like.default, t(4, 6), 7)],
+    "aten.zeros_like": [call(aten.zeros_like.default, t(4, 6))],
+    "aten.ones_like": [call(aten.ones_like.default, index(4, 6), dtype=torch.float32)],
+    "aten.empty_like": [undefined(aten.empty_like.default, t(4, 6))],
+    "aten.new_zeros": [call(aten.new_zeros.default, t(4, 6), [6, 2])],
+    "aten.new_full": [call(aten.new_full.default, t(4, 6), [6, 2], 3.0), call(aten.new_full.default, t(6), [], 3.0)],
+    "aten.new_ones": [call(aten.new_ones.default, t(4, 6), [12])],
+}

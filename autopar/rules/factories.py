@@ -1,0 +1,36 @@
+"""Rules of ops that make values: constant, or knowing their offset."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from autopar.rules.entries import Rows, by, texts
+from autopar.rules.letters import from_letters, letters
+from autopar.rules.nodes import shapes_of
+from autopar.rules.notation import BoundRule
+from autopar.rules.pointwise import pointwise
+
+
+def factory_like(node: Node) -> BoundRule:
+    """`new_zeros(x, size)`: the result takes nothing but the dtype from its operand, whose letters don't sum."""
+    (operand,), (result,) = shapes_of(node)
+    operand_dims, sizes = letters(operand, "x")
+    dims, result_sizes = letters(result, "d")
+    return from_letters([operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
+
+
+ROWS: Rows = {
+    "aten.arange": texts("", "-> a"),
+    "aten.full": texts("", "-> ..."),
+    "aten.zeros": texts("", "-> ..."),
+    "aten.ones": texts("", "-> ..."),
+    "aten.empty": texts("", "-> ..."),
+    "aten.scalar_tensor": texts("", "-> "),
+    "aten.full_like": by(pointwise),
+    "aten.zeros_like": by(pointwise),
+    "aten.ones_like": by(pointwise),
+    "aten.empty_like": by(pointwise),
+    "aten.new_zeros": by(factory_like),
+    "aten.new_full": by(factory_like),
+    "aten.new_ones": by(factory_like),
+}

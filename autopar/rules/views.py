@@ -1,0 +1,130 @@
+"""Rules of views: dims that are merged and taken apart are products of common factors.
+
+[8, 64, 16] -> [512, 4, 4]:  a b (c d) -> (a b) c d
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from torch.fx import Node
+
+from autopar.rules.entries import Rows, by
+from autopar.rules.letters import from_letters, letters, whole
+from autopar.rules.nodes import argument, shapes_of
+from autopar.rules.notation import BoundRule, Shape
+
+
+def viewed(node: Node) -> BoundRule:
+    """Dims whose products line up become products of common factors.
+
+    `[8, 64, 16] -> [512, 4, 4]` is `a b (c d) -> (a b) c d`.
+    """
+    (operand,), (result,) = shapes_of(node)
+    return whole(node) if 0 in operand else _view_rule(operand, result)
+
+
+def _view_rule(operand: Shape, result: Shape) -> BoundRule:
+    """The rule of a view from one shape to another; runs of dims whose cuts don't nest are whole."""
+    left: list[tuple[str, ...]] = [()] * len(operand)
+    right: list[tuple[str, ...]] = [()] * len(result)
+    sizes: dict[str, int] = {}
+    kept: set[str] = set()
+    for group, (in_dims, out_dims) in enumerate(_aligned_groups(operand, result)):
+        cuts = sorted({*_cuts(operand, in_dims), *_cuts(result, out_dims)})
+        if any(b % a for a, b in itertools.pairwise(cuts)):
+            for side, dims, shape, mark in ((left, in_dims, operand, "x"), (right, out_dims, result, "y")):
+                for d in dims:
+                    side[d] = (f"{mark}{d}",)
+                    sizes[f"{mark}{d}"] = shape[d]
+                    kept.add(f"{mark}{d}")
+            continue
+        names = [f"g{group}_{i}" for i in range(len(cuts) - 1)]
+        spans = list(zip(names, itertools.pairwise(cuts), strict=True))
+        sizes.update({name: high // low for name, (low, high) in spans})
+        for side, dims, shape in ((left, in_dims, operand), (right, out_dims, result)):
+            _assign_spans(side, dims, shape, spans)
+    return from_letters([tuple(left)], [tuple(right)], sizes, kept, linear=((0,),))
+
+
+def _aligned_groups(operand: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:
+    """Smallest runs of dims with equal products, from the right."""
+    groups = []
+    i, j = len(operand) - 1, len(result) - 1
+    while i >= 0 or j >= 0:
+        ins: list[int] = []
+        outs: list[int] = []
+        product_in = product_out = 1
+        while True:
+            if product_in <= product_out and i >= 0 and (product_in < product_out or not ins):
+                ins.append(i)
+                product_in *= operand[i]
+                i -= 1
+            elif j >= 0 and (product_out < product_in or not outs):
+                outs.append(j)
+                product_out *= result[j]
+                j -= 1
+            else:
+                break
+            if product_in == product_out and ins and outs:
+                break
+        groups.append((ins[::-1], outs[::-1]))
+    return groups
+
+
+def _cuts(shape: Shape, dims: list[int]) -> list[int]:
+    return [math.prod(shape[d] for d in dims[k:]) for k in range(len(dims) + 1)]
+
+
+def _assign_spans(
+    side: list[tuple[str, ...]], dims: list[int], shape: Shape, spans: list[tuple[str, tuple[int, int]]]
+) -> None:
+    inner = 1
+    for d in reversed(dims):
+        outer = inner * shape[d]
+        side[d] = tuple(name for name, (low, high) in reversed(spans) if inner <= low and high <= outer)
+        inner = outer
+
+
+def permuted(node: Node) -> BoundRule:
+    """Letters in the order of the dims."""
+    (operand,), _ = shapes_of(node)
+    order = [d % len(operand) for d in argument(node, 1, "dims")]
+    dims, sizes = letters(operand, "d")
+    return from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
+
+
+def transposed(node: Node) -> BoundRule:
+    """Two letters exchanged; `t` of a vector is the vector."""
+    (operand,), _ = shapes_of(node)
+    rank = len(operand)
+    a, b = argument(node, 1, "dim0", 0), argument(node, 2, "dim1", 1)
+    order = list(range(rank))
+    if rank > 1:
+        order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
+    dims, sizes = letters(operand, "d")
+    return from_letters([dims], [tuple(dims[d] for d in order)], sizes, linear=((0,),))
+
+
+def expanded(node: Node) -> BoundRule:
+    """A dim of size 1 becomes a letter that only the result has: the value is constant along it."""
+    (operand,), (result,) = shapes_of(node)
+    dims, sizes = letters(result, "d")
+    tail = dims[len(dims) - len(operand) :]
+    source = tuple(() if size == 1 else dim for size, dim in zip(operand, tail, strict=True))
+    return from_letters([source], [dims], sizes, linear=((0,),))
+
+
+ROWS: Rows = {
+    "aten.t": by(transposed),
+    "aten.transpose": by(transposed),
+    "aten.permute": by(permuted),
+    "aten.view": by(viewed),
+    "aten.view.dtype": by(whole),
+    "aten._unsafe_view": by(viewed),
+    "aten.reshape": by(viewed),
+    "aten.unsqueeze": by(viewed),
+    "aten.squeeze": by(viewed),
+    "aten.expand": by(expanded),
+}

@@ -392,14 +392,23 @@ def _scatter_add(localiser: Localiser, node: Node) -> None:
 
 
 def _linear(localiser: Localiser, node: Node) -> None:
-    """A partial result takes the bias once: from the rank at 0 on the axes it is partial over."""
-    if len(node.args) < 3 or node.args[2] is None:
-        return
-    for axis, _ in node.meta["layout"].partial:
+    """A partial result takes the bias once."""
+    if len(node.args) > 2 and node.args[2] is not None:
+        _take_once(localiser, node, 2, [axis for axis, _ in node.meta["layout"].partial])
+
+
+def _added_product(localiser: Localiser, node: Node) -> None:
+    """A product that is partial as `k` is split takes the addend once; one that passes partial sums on, all of it."""
+    _take_once(localiser, node, 0, _split_axes(node.meta["rule"], node, "k"))
+
+
+def _take_once(localiser: Localiser, node: Node, index: int, axes: list[str]) -> None:
+    """Operand `index` counts on the rank at 0 of each of `axes` alone."""
+    for axis in axes:
         position = localiser.call(node, collectives.coordinate, axis)
         first = localiser.call(node, operator.eq, position, 0)
-        scaled = localiser.call(node, aten.mul.Tensor, node.args[2], first)
-        node.args = (node.args[0], node.args[1], scaled)
+        scaled = localiser.call(node, aten.mul.Tensor, node.args[index], first)
+        node.args = (*node.args[:index], scaled, *node.args[index + 1 :])
 
 
 def _squeeze(localiser: Localiser, node: Node) -> None:
@@ -467,6 +476,8 @@ _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
     "aten.gather": _gather,
     "aten.scatter_add": _scatter_add,
     "autopar.linear": _linear,
+    "aten.addmm": _added_product,
+    "aten.baddbmm": _added_product,
     "aten.arange": _arange,
     "aten.convolution_backward": _convolution_backward,
 }

@@ -18,7 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ from autopar.private import OpOverload, schema_of, size_expression
 aten = torch.ops.aten
 
 
-def clean(graph: fx.GraphModule, mode: Any) -> fx.GraphModule:
-    """Applies all rewrites in place; `mode` is the fake mode of the graph's values."""
+def clean(graph: fx.GraphModule, mode: Any, *, kept: Collection[Any] = ()) -> fx.GraphModule:
+    """Applies all rewrites in place; `mode` is the fake mode of the graph's values, `kept` ops stay whole."""
     for node in graph.graph.nodes:
         _drop_device(node)
-        rewrite = DECOMPOSITIONS.get(node.target)
+        rewrite = DECOMPOSITIONS.get(node.target) if node.target not in kept else None
         if rewrite is not None:
             rewrite(node, mode)
     _erase_profiling(graph.graph)
@@ -112,6 +112,9 @@ def _plain_factory(target: Any, num_values: int = 0) -> Callable[[fx.Node, Any],
 
     return rewrite
 
+
+ADDED_PRODUCTS = (aten.addmm.default, aten.baddbmm.default)
+"""Whole in update graphs: Muon iterates in bf16, where a sum that is rounded once more is another step."""
 
 DECOMPOSITIONS: dict[Any, Callable[[fx.Node, Any], None]] = {
     aten.new_full.default: _plain_factory(aten.full.default, 1),

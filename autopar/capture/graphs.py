@@ -89,7 +89,9 @@ class Captured:
     update_of: dict[str, int] = field(default_factory=dict)
     """parameter → index into `updates`; frozen and unused parameters are absent."""
     scalars: dict[str, float] = field(default_factory=dict)
-    """"group0.lr" → value at capture; inputs of the update."""
+    """"group0.lr", "group0.betas.0" → value at capture; inputs of the update."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """"group0" → the entries of the param group, as JSON has them; what isn't in `scalars` is part of the templates."""
     initial_state: dict[str, dict[str, StateInit]] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     """Values of `buffer` placeholders that the model doesn't own: constants made in the forward ("_constant0")."""

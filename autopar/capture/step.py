@@ -184,6 +184,7 @@ class TrainStep(ForwardStep):
             updates=updates.templates,
             update_of=updates.update_of,
             scalars=updates.scalars,
+            options=updates.options,
             initial_state=updates.initial_state,
             constants=traced.constants,
         )

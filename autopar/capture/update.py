@@ -3,7 +3,8 @@
     templates[update_of["wte.weight"]]   # param, grad, exp_avg, …, lr, weight_decay → new param, new exp_avg, …
 
 The optimizer's code runs on fake tensors. What it reads with `.item()` stays a 0-d float64 tensor, so Python's double
-numerics are kept and nothing is baked in: step counts, learning rate, weight decay and momentum are inputs.
+numerics are kept and nothing is baked in: step counts, learning rate, weight decay, momentum and the first of Adam's
+betas are inputs.
 
 Invariants:
 - templates are functional, clean, and carry the metadata of `graphs` with phase "update" and path "";
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +26,18 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopar import private
-from autopar.capture.clean import clean
+from autopar.capture.clean import ADDED_PRODUCTS, clean
 from autopar.capture.gradient import finish
 from autopar.capture.graphs import Role, StateInit, UpdateGraph, op_name
 from autopar.errors import CaptureError
 
 Optimizer = torch.optim.Optimizer
 
-LIVE_SCALARS = ("lr", "weight_decay", "momentum")
-"""Entries of a parameter group that schedulers change between steps."""
+LIVE_SCALARS = ("lr", "weight_decay", "momentum", "betas.0")
+"""Entries of a parameter group that schedulers change between steps; with an index, an item of a tuple."""
+
+PLAIN_SCALARS = LIVE_SCALARS[:3]
+"""Those of them that every optimizer's code takes as tensors; some compute with `math` on their betas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +47,21 @@ class Updates:
     templates: tuple[UpdateGraph, ...]
     update_of: dict[str, int]
     scalars: dict[str, float]
+    options: dict[str, dict[str, Any]]
     initial_state: dict[str, dict[str, StateInit]]
 
 
 def capture_updates(optimizer: Optimizer, wanted: Mapping[str, tuple[Tensor, int]], *, mixed: bool = False) -> Updates:
     """Update graphs for `wanted`: name → (parameter, group index). `mixed`: bf16 parameters, fp32 master copies."""
+    try:
+        return _captured(optimizer, wanted, mixed, LIVE_SCALARS)
+    except CaptureError:
+        return _captured(optimizer, wanted, mixed, PLAIN_SCALARS)
+
+
+def _captured(
+    optimizer: Optimizer, wanted: Mapping[str, tuple[Tensor, int]], mixed: bool, live: Sequence[str]
+) -> Updates:
     found: dict[Any, int] = {}
     templates: list[UpdateGraph] = []
     states: list[dict[str, StateInit]] = []
@@ -56,40 +70,78 @@ def capture_updates(optimizer: Optimizer, wanted: Mapping[str, tuple[Tensor, int
         kind = (tuple(parameter.shape), parameter.dtype, group)
         if kind not in found:
             found[kind] = len(templates)
-            template = _Template(optimizer, group, parameter, mixed and parameter.is_floating_point())
+            template = _Template(optimizer, group, parameter, mixed and parameter.is_floating_point(), live)
             states.append(template.initial_state())
             templates.append(template.graph(states[-1]))
         update_of[name] = found[kind]
+    groups = {f"group{i}": group for i, group in enumerate(optimizer.param_groups)}
     scalars = {
-        f"group{i}.{key}": float(value)
-        for i, group in enumerate(optimizer.param_groups)
-        for key, value in live_scalars(group).items()
+        f"{name}.{key}": value for name, group in groups.items() for key, value in live_scalars(group, live).items()
     }
-    return Updates(tuple(templates), update_of, scalars, {name: states[i] for name, i in update_of.items()})
+    options = {name: _options(group) for name, group in groups.items()}
+    return Updates(tuple(templates), update_of, scalars, options, {name: states[i] for name, i in update_of.items()})
 
 
-def live_scalars(group: Mapping[str, Any]) -> dict[str, float]:
-    """The entries of a parameter group that are inputs of the update."""
+def live_scalars(group: Mapping[str, Any], live: Sequence[str] = LIVE_SCALARS) -> dict[str, float]:
+    """The entries of a parameter group, of those named by `live`, that are inputs of the update."""
     found = {}
-    for key in LIVE_SCALARS:
+    for name in live:
+        key, _, index = name.partition(".")
         value = group.get(key)
-        if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta:
-            value = value.item()
+        if index:
+            value = value[int(index)] if isinstance(value, (tuple, list)) and len(value) > int(index) else None
+        value = _number(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and (value != 0 or key == "lr"):
-            found[key] = float(value)
+            found[name] = float(value)
     return found
+
+
+def _number(value: Any) -> Any:
+    """A tensor without dims as its number."""
+    is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta
+    return value.item() if is_scalar else value
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a parameter group that JSON has a form for."""
+
+    def is_plain(value: Any) -> bool:
+        items = value if isinstance(value, list) else [value]
+        return all(item is None or isinstance(item, (bool, int, float, str)) for item in items)
+
+    listed = {
+        key: [_number(item) for item in value] if isinstance(value, (tuple, list)) else _number(value)
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {key: value for key, value in listed.items() if is_plain(value)}
+
+
+def _with_scalars(group: dict[str, Any], scalars: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The group with tensors in the places of its live scalars."""
+    changed = dict(group)
+    for name, tensor in scalars.items():
+        key, _, index = name.partition(".")
+        if index:
+            changed[key] = tuple(tensor if i == int(index) else item for i, item in enumerate(changed[key]))
+        else:
+            changed[key] = tensor
+    return changed
 
 
 class _Template:
     """The optimizer's step for one parameter."""
 
-    def __init__(self, optimizer: Optimizer, group: int, parameter: Tensor, mixed: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, group: int, parameter: Tensor, mixed: bool, live: Sequence[str] = LIVE_SCALARS
+    ) -> None:
         self.optimizer = optimizer
         self.group = group
         self.shape = tuple(parameter.shape)
         self.mixed = mixed
         self.dtype = torch.float32 if mixed else parameter.dtype
-        self.scalars = tuple(live_scalars(optimizer.param_groups[group]))
+        self.initial = live_scalars(optimizer.param_groups[group], live)
+        self.scalars = tuple(self.initial)
         self.mode = private.new_fake_mode()
 
     def initial_state(self) -> dict[str, StateInit]:
@@ -137,15 +189,15 @@ class _Template:
         optimizer, parameter = self.optimizer, weight.clone()
         parameter.grad = grad
         groups, saved = optimizer.param_groups, optimizer.state
-        own = {**groups[self.group], "params": [parameter], **dict(zip(self.scalars, scalars, strict=True))}
+        own = _with_scalars(groups[self.group], dict(zip(self.scalars, scalars, strict=True)))
+        own["params"] = [parameter]
         own |= {key: False for key in ("foreach", "fused") if key in own}
         own |= {"capturable": True} if type(optimizer).__name__ == "RAdam" else {}
         holder: defaultdict[Any, Any] = defaultdict(dict)
         holder[parameter] = state
         optimizer.param_groups, optimizer.state = [own], holder
         try:
-            initial = live_scalars(groups[self.group])
-            known = {id(tensor): initial[key] for key, tensor in zip(self.scalars, scalars, strict=True)}
+            known = {id(tensor): self.initial[key] for key, tensor in zip(self.scalars, scalars, strict=True)}
             with private.traceable_optimizer(optimizer), ScalarMode(known):
                 optimizer.step()
         finally:
@@ -158,7 +210,9 @@ class _Template:
         try:
             with self.mode, torch.no_grad():
                 graph = private.trace(function, arguments)
-            return clean(private.functionalize(graph, self.mode), self.mode) if functional else graph
+            if not functional:
+                return graph
+            return clean(private.functionalize(graph, self.mode), self.mode, kept=ADDED_PRODUCTS)
         except Exception as error:
             name = type(self.optimizer).__name__
             raise CaptureError(
@@ -222,6 +276,8 @@ class ScalarMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "item":
             return args[0].double()
+        if name == "to" and id(args[0]) in self.known:
+            return args[0]  # Adam casts a tensor beta to the parameter's dtype, in which 1 - beta would be rounded
         if name in _COMPARISONS:
             plain = [self.known.get(id(arg), arg) for arg in args]
             if not any(isinstance(value, Tensor) for value in plain):
@@ -248,16 +304,15 @@ def _with_factor(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if not isinstance(factor, Tensor):
         return func(*args, **kwargs)
     target, *others = args
-    if name.startswith("addcdiv"):
-        increment = others[0] * factor / others[1]
-    elif name.startswith("addcmul"):
-        increment = others[0] * factor * others[1]
-    else:
-        increment = others[0] * factor
+    wide = torch.promote_types(target.dtype, torch.float32)  # kernels round once: not the operand, not its multiple
+    first, *rest = (other.to(wide) if isinstance(other, Tensor) else other for other in others)
+    increment = first * factor
+    if rest:
+        increment = increment / rest[0] if name.startswith("addcdiv") else increment * rest[0]
     plus = name.startswith("add")
     if name.endswith("_"):
         return target.add_(increment) if plus else target.sub_(increment)
-    return target + increment if plus else target - increment
+    return (target + increment if plus else target - increment).to(torch.result_type(target, others[0]))
 
 
 # -- reading initial state -------------------------------------------------------------------------------------------

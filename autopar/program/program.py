@@ -39,6 +39,7 @@ class Program:
         self.step: ForwardStep | None = step
         self.plan, self.pipeline = plan, pipeline
         self.scalars: Mapping[str, float] = captured.scalars
+        self.options: Mapping[str, Mapping[str, Any]] = captured.options
         self.aliases: Mapping[str, str] = step.aliases
         self.batch_layout: Sequence[str] = tuple(step.batch_tensors())
         self._recipe = Recipe.of(captured)

@@ -4,7 +4,7 @@
     loaded = load_program("out/")          # needs no model and no graph: functions come from the source
 
     out/plan.json               the plan
-        program.json            format version, mesh, slots, values, transfers, batch, scalars, aliases
+        program.json            format version, mesh, slots, values, transfers, batch, scalars, param groups, aliases
         schedule.txt            one line of actions per stage
         stage_0.py, …           the source of each stage
         constants.safetensors   tensors that the source reads (where there are any)
@@ -58,6 +58,8 @@ class Savable(Protocol):
     @property
     def scalars(self) -> Mapping[str, float]: ...
     @property
+    def options(self) -> Mapping[str, Mapping[str, Any]]: ...
+    @property
     def aliases(self) -> Mapping[str, str]: ...
     @property
     def batch_layout(self) -> Sequence[str]: ...
@@ -72,6 +74,7 @@ class SavedProgram:
     codes: tuple[StageCode, ...]
     recipe: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     batch_layout: tuple[str, ...] = ()
 
@@ -144,6 +147,7 @@ class _Document:
     microbatches: int
     batch_layout: tuple[str, ...]
     scalars: dict[str, float]
+    options: dict[str, dict[str, Any]]
     aliases: dict[str, str]
     transfers: tuple[_Transfer, ...]
     stages: tuple[_Stage, ...]
@@ -158,6 +162,7 @@ def _document(program: Savable, codes: Sequence[StageCode]) -> _Document:
         microbatches=pipeline.microbatches,
         batch_layout=tuple(program.batch_layout),
         scalars=dict(program.scalars),
+        options={name: dict(entries) for name, entries in program.options.items()},
         aliases=dict(program.aliases),
         transfers=tuple(_Transfer(str(t.slot), t.source, t.target, t.part) for t in pipeline.transfers),
         stages=tuple(_described(code) for code in codes),
@@ -273,6 +278,7 @@ def load_program(directory: str | Path) -> SavedProgram:
         codes=codes,
         recipe=parse_json(dict[str, Any], _read(folder / RECIPE), str(folder / RECIPE)),
         scalars=document.scalars,
+        options=document.options,
         aliases=document.aliases,
         batch_layout=document.batch_layout,
     )

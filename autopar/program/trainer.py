@@ -29,6 +29,7 @@ from autopar.errors import PlanError
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.communicator import ProcessCommunicator
 from autopar.program.executor import StageExecutor, split_microbatches
+from autopar.program.param_groups import ParamGroups
 from autopar.program.parts import Pipeline, Slot, Value
 from autopar.program.ranks import join, leave, own_device
 from autopar.program.state import LocalState, Source, gather_whole
@@ -43,6 +44,8 @@ class Program(Protocol):
     def hash(self) -> str: ...
     @property
     def scalars(self) -> Mapping[str, float]: ...  # "group0.lr" → initial value
+    @property
+    def options(self) -> Mapping[str, Mapping[str, Any]]: ...  # "group0" → all entries of the param group
     @property
     def aliases(self) -> Mapping[str, str]: ...  # tied name → name of its parameter
     @property
@@ -80,7 +83,7 @@ class Trainer:
         chosen = optional(stage) if optional else None
         self.executor = StageExecutor(program.pipeline, self.communicator, functions, chosen)
         self.state = LocalState(self.executor, program.aliases, unsaved)
-        self.optimizer = StepScalars(program.scalars)
+        self.optimizer = ParamGroups(program.scalars, program.options)
         self._batch_values = _batch_values(program.pipeline)
         self._scalars: dict[str, tuple[float, Tensor]] = {}
         if initial is not None:
@@ -180,48 +183,6 @@ class Trainer:
             self._is_owner = False
             self.communicator.close()
             leave()
-
-
-class StepScalars(torch.optim.Optimizer):
-    """The param groups of the captured optimizer: torch's LR schedulers set them, each step reads them."""
-
-    def __init__(self, scalars: Mapping[str, float]) -> None:
-        """`scalars`: `"group0.lr"` → value."""
-        groups: dict[str, dict[str, Any]] = {}
-        for name, value in scalars.items():
-            group, _, key = name.partition(".")
-            groups.setdefault(group, {})[key] = value
-        self._names = tuple(scalars)
-        self._group_names = tuple(groups) or ("group0",)
-        placeholders = [{"params": [torch.zeros(0)], **groups.get(name, {})} for name in self._group_names]
-        super().__init__(placeholders, {})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Takes the group as it is (torch's own would import torch._dynamo: a second on every rank)."""
-        self.param_groups.append(param_group)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: the program has the update. It tells LR schedulers that a step was made."""
-
-    def scalars(self) -> dict[str, float]:
-        """The present values by their name in the program."""
-        groups = dict(zip(self._group_names, self.param_groups, strict=True))
-        split = {name: name.partition(".") for name in self._names}
-        return {name: float(groups[group][key]) for name, (group, _, key) in split.items()}
-
-    def groups(self) -> dict[str, dict[str, Any]]:
-        """What `param_groups` holds beside parameters (schedulers keep `initial_lr` there), by the group's name."""
-        return {
-            name: {key: value for key, value in group.items() if key != "params"}
-            for name, group in zip(self._group_names, self.param_groups, strict=True)
-        }
-
-    def load_groups(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """The inverse of `groups`."""
-        if set(groups) != set(self._group_names):
-            raise PlanError(f"param groups: got {', '.join(groups)}, expected {', '.join(self._group_names)}")
-        for name, group in zip(self._group_names, self.param_groups, strict=True):
-            group.update(groups[name])
 
 
 # -- the ranks ----------------------------------------------------------------------------------------------------

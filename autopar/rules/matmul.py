@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from autopar.rules.entries import Rows, texts
+from torch.fx import Node
+
+from autopar.rules.entries import Rows, by, texts
+from autopar.rules.letters import aligned, from_letters
+from autopar.rules.nodes import shapes_of
+from autopar.rules.notation import BoundRule
+
+
+def added_product(node: Node) -> BoundRule:
+    """`m n, m k, k n -> m n`, batched or not, the addend broadcast; partial sums pass with those of one factor."""
+    (addend, left, right), (result,) = shapes_of(node)
+    dims = (("b",), ("m",), ("n",))[-len(result) :]
+    batch = dims[:-2]
+    sizes = {"b": result[0], "m": left[-2], "k": left[-1], "n": right[-1]}
+    operands = [aligned(addend, dims), (*batch, ("m",), ("k",)), (*batch, ("k",), ("n",))]
+    return from_letters(operands, [dims], sizes, linear=((0, 1), (0, 2)))
+
 
 ROWS: Rows = {
     "aten.mm": texts("0|1", "m k, k n -> m n"),
     "aten.bmm": texts("0|1", "b m k, b k n -> b m n"),
+    "aten.addmm": by(added_product),
+    "aten.baddbmm": by(added_product),
     "aten.dot": texts("0|1", "k, k -> "),
     "aten.mv": texts("0|1", "m k, k -> m"),
     "autopar.linear": texts("0|1", "... i, o i -> ... o", "... i, o i, o -> ... o"),

@@ -23,7 +23,10 @@ Compute = Callable[[float, float, str], float]
 """(operations, bytes, dtype name) → seconds on one device."""
 
 MATMULS = frozenset(
-    {"aten.mm", "aten.bmm", "aten.dot", "aten.mv", "autopar.linear", "autopar.linear_dx", "autopar.linear_dw"}
+    {
+        *("aten.mm", "aten.bmm", "aten.dot", "aten.mv", "aten.addmm", "aten.baddbmm"),
+        *("autopar.linear", "autopar.linear_dx", "autopar.linear_dw"),
+    }
 )
 _GROUPED_MATMULS = frozenset({"autopar.grouped_mm", "autopar.grouped_mm_dx", "autopar.grouped_mm_dw"})
 CONVOLUTIONS = {"aten.convolution": 1, "aten.convolution_backward": 2}

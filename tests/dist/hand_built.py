@@ -5,6 +5,7 @@ momentum. `zero3`: one linear layer, its weight split over dp, gathered in the p
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -190,6 +191,7 @@ class HandBuilt:
     pipeline: Pipeline
     hash: str = "hand-built"
     scalars: dict[str, float] = field(default_factory=lambda: {"group0.lr": 0.1})
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     batch_layout: tuple[str, ...] = ("x", "y")
 

@@ -30,6 +30,7 @@ class Program:
     plan_json: str = '{"plan": 1}'
     recipe: dict = dataclasses.field(default_factory=lambda: {"seed": 7, "weights": {"w": ["normal", 0.02]}})
     scalars: dict = dataclasses.field(default_factory=lambda: {"group0.lr": 0.1})
+    options: dict = dataclasses.field(default_factory=lambda: {"group0": {"lr": 0.1, "betas": [0.9, 0.99]}})
     aliases: dict = dataclasses.field(default_factory=lambda: {"head.weight": "w"})
     batch_layout: tuple = ("x",)
 
@@ -60,7 +61,7 @@ def test_round_trip(tmp_path):
     loaded = load_program(tmp_path / "out")
     codes = stage_codes(program.pipeline)
     assert loaded.hash == program_hash(program.plan_json, codes)
-    for field in ("plan_json", "recipe", "scalars", "aliases", "batch_layout"):
+    for field in ("plan_json", "recipe", "scalars", "options", "aliases", "batch_layout"):
         assert getattr(loaded, field) == getattr(program, field)
     for field in ("mesh", "microbatches", "transfers", "schedule"):
         assert getattr(loaded.pipeline, field) == getattr(program.pipeline, field)

@@ -16,6 +16,7 @@ from autopar.errors import CaptureError, Error, InfeasibleError, PlanError, Rule
 
 if TYPE_CHECKING:
     from autopar.capture import ForwardStep, TrainStep
+    from autopar.capture.drawing import reference_rng
     from autopar.cluster import Cluster
     from autopar.compiling import compile
     from autopar.decorator import parallelize
@@ -45,6 +46,7 @@ __all__ = [
     "compile",
     "parallelize",
     "plan",
+    "reference_rng",
     "rule",
 ]
 
@@ -59,6 +61,7 @@ _HOMES = {
     "compile": "autopar.compiling",
     "parallelize": "autopar.decorator",
     "plan": "autopar.planning",
+    "reference_rng": "autopar.capture.drawing",
     "rule": "autopar.rules.table:register_rule",
 }
 

@@ -126,10 +126,10 @@ def attention_in_plain_ops(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`attention` by its definition, for devices and dtypes without a fused kernel; quadratic in memory."""
-    scores = _scores(q, k, mask, is_causal, scale)
+    scores = attention_scores(q, k, mask, is_causal, scale)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = torch.matmul(weights.to(v.dtype), _ungrouped(v, q.shape[1]))
+    out = torch.matmul(weights.to(v.dtype), ungrouped(v, q.shape[1]))
     return _sequence_major(out), lse
 
 
@@ -146,18 +146,19 @@ def attention_backward_in_plain_ops(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` by its definition (FlashAttention, arXiv:2205.14135, appendix B.4)."""
     shift = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
-    weights = torch.exp(_scores(q, k, mask, is_causal, scale) - shift).to(q.dtype)
+    weights = torch.exp(attention_scores(q, k, mask, is_causal, scale) - shift).to(q.dtype)
     dv = torch.matmul(weights.mT, dout)
-    dweights = torch.matmul(dout, _ungrouped(v, q.shape[1]).mT)
+    dweights = torch.matmul(dout, ungrouped(v, q.shape[1]).mT)
     dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True))
-    dq = torch.matmul(dscores, _ungrouped(k, q.shape[1])) * scale
+    dq = torch.matmul(dscores, ungrouped(k, q.shape[1])) * scale
     dk = torch.matmul(dscores.mT, q) * scale
     return dq, _grouped_sum(dk, k.shape[1]), _grouped_sum(dv, v.shape[1])
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """q kᵀ scale + mask, [b, h, s, t], in float32 at least."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.matmul(q, _ungrouped(k, q.shape[1]).mT).to(wide) * scale
+    scores = torch.matmul(q, ungrouped(k, q.shape[1]).mT).to(wide) * scale
     if is_causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~keep, -torch.inf)
@@ -165,7 +166,8 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
     return scores if bias is None else scores + bias
 
 
-def _ungrouped(kv: Tensor, heads: int) -> Tensor:
+def ungrouped(kv: Tensor, heads: int) -> Tensor:
+    """Keys or values [b, g, t, d] as [b, h, t, d]: each head has its group's."""
     return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 

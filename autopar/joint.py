@@ -1,6 +1,6 @@
 """The step graph: a whole optimizer step as one FX graph, from the captured gradient and update graphs.
 
-    placeholders: param, buffer, batch, state, scalar
+    placeholders: param, buffer, batch, random key, state, scalar
     prologue   relay(param)                         once a step
     forward    relay(relay(param)), …, loss         each microbatch
     backward   …, accumulate(gradient)              each microbatch
@@ -105,7 +105,7 @@ class _Joiner:
     def _input(self, role: Role, like: Node) -> None:
         name = f"{role.kind}_{role.name}".replace(".", "_")
         node = self.graph.placeholder(name)
-        level = "microbatch" if role.kind == "batch" else "step"
+        level = "microbatch" if role.kind in ("batch", "random") else "step"
         node.meta.update(val=like.meta["val"], role=role, path=role.name, source="", phase="prologue", level=level)
         node.meta["stage"] = 0
         self.inputs[role] = self.last_input = node

@@ -119,6 +119,18 @@ def functionalize(graph: fx.GraphModule, mode: Any) -> fx.GraphModule:
         return trace(wrap(run, functional_mode()), values)
 
 
+def gradients(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`, None for what `output` doesn't depend on; function modes stay on in the backward.
+
+    (torch's own leaves them off: what `torch.utils.checkpoint` runs again would be traced as other ops.)
+    """
+    run = _private("torch.autograd.graph", "_engine_run_backward")
+    found: tuple[Tensor | None, ...] = run(
+        (output,), (cotangent,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
 def set_label(label: dict[str, str]) -> None:
     """Nodes traced from now on carry `label` as `meta["custom"]`."""
     torch.fx.traceback.get_current_meta()["custom"] = label

@@ -91,7 +91,7 @@ def small_from_batch(part: Part) -> set[fx.Node]:
     found: set[fx.Node] = set()
     slots = iter(part.inputs)
     for node in part.graph.graph.nodes:
-        is_input = node.op == "placeholder" and next(slots).kind in ("batch", "buffer")
+        is_input = node.op == "placeholder" and next(slots).kind in ("batch", "random", "buffer")
         is_made = node.op == "call_function" and all(operand in found for operand in node.all_input_nodes)
         if is_input or (is_made and not is_start(node) and nbytes(local_value(node)) <= SMALL_BYTES):
             found.add(node)

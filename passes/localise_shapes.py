@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from autopar import collectives, markers
 from autopar.layout import Layout, Position
 from autopar.mesh import Mesh
+from autopar.random_ops import shard_arguments
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import argument, node_argument, op_name, tensor_operands
 from passes.context import Context
@@ -444,6 +445,20 @@ def _arange(localiser: Localiser, node: Node) -> None:
     _replace(node, value, users)
 
 
+def _drawn(localiser: Localiser, node: Node) -> None:
+    """A random op draws by the global index: its shard's factors, their steps in the whole, and where it begins."""
+    layout = node.meta["layout"]
+    sizes, strides, own = shard_arguments(
+        [f.size for _, f in layout.positions()], layout.local_factor_shape(localiser.mesh)
+    )
+    begin: Node | int = 0
+    for (_, factor), stride in zip(layout.positions(), own, strict=True):
+        first = localiser.offset(node, list(factor.axes), factor.local_size(localiser.mesh) * stride)
+        begin = first if begin == 0 else begin if first == 0 else localiser.call(node, operator.add, begin, first)
+    _set_argument(node, 2, "shape", _local_result(localiser, node))
+    node.kwargs = {**node.kwargs, "sizes": sizes, "strides": strides, "offset": begin}
+
+
 def _convolution_backward(localiser: Localiser, node: Node) -> None:
     """The bias has as many elements as the local gradient has channels."""
     if node.args[3] is not None:
@@ -479,6 +494,10 @@ _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
     "aten.addmm": _added_product,
     "aten.baddbmm": _added_product,
     "aten.arange": _arange,
+    "autopar.random_mask": _drawn,
+    "autopar.random_uniform": _drawn,
+    "autopar.random_normal": _drawn,
+    "autopar.random_integers": _drawn,
     "aten.convolution_backward": _convolution_backward,
 }
 """Ops whose arguments speak of global sizes or indices, with the rewrite that makes them local."""

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from torch import Tensor, fx, nn
 from autopar import private
 from autopar.capture.batches import BatchForm
 from autopar.capture.clean import clean
-from autopar.capture.graphs import Role, assign_keys
+from autopar.capture.drawing import drawing
+from autopar.capture.graphs import RANDOM_KEY, Role, assign_keys
 from autopar.capture.labels import CallMode, Labels, error_source
 from autopar.capture.replaced import replacements
 from autopar.errors import CaptureError, Error
@@ -38,7 +40,7 @@ class Request:
     model: nn.Module
     form: BatchForm
     inputs: dict[Role, Tensor]
-    """params, buffers and microbatch tensors, in the order of the placeholders; only their shapes are used."""
+    """params, buffers, microbatch tensors and the random key, in this order; only their shapes are used."""
     trainable: tuple[str, ...]
     """Parameters that want a gradient; none: the forward alone is traced."""
     loss: Callable[[Any, Any], Any] | None
@@ -95,6 +97,21 @@ def finish(graph: fx.GraphModule, *, phase: str = "") -> None:
 # -- the traced function ---------------------------------------------------------------------------------------------
 
 
+class _Running(nn.Module):
+    """The model with all that is run on it, so that `functional_call` swaps its parameters for the backward, too.
+
+    What a checkpoint runs again would else read the parameters' values at capture.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self) -> Any:
+        """The results of `run`."""
+        return self.run()
+
+
 class _Step:
     """The function that make_fx sees, and what it found out."""
 
@@ -106,35 +123,53 @@ class _Step:
 
     def flat(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Placeholders in the order of `roles` → the flat outputs; `outputs` says what they are."""
-        by_kind: dict[str, dict[str, Tensor]] = {"param": {}, "buffer": {}, "batch": {}}
+        by_kind: dict[str, dict[str, Tensor]] = {"param": {}, "buffer": {}, "batch": {}, "random": {}}
         for role, value in zip(self.roles, values, strict=True):
             by_kind[role.kind][role.name] = value
-        buffers = {name: value.clone() for name, value in by_kind["buffer"].items()}
-        state = {**by_kind["param"], **buffers}
-        with self.labels.following(self.request.model), torch.set_grad_enabled(bool(self.request.trainable)):
-            results = self._forward(state, by_kind["batch"])
-        if self.request.trainable:
-            results.update(self._backward(results[Role("loss", "loss")], by_kind["param"]))
-        results.update({Role("buffer", name): state[name].detach() for name in buffers})
+        state = {f"model.{name}": value for name, value in by_kind["param"].items()}
+        state |= {f"model.{name}": value.clone() for name, value in by_kind["buffer"].items()}
+        running = _Running(self.request.model, functools.partial(self._run, by_kind))
+        results: dict[Role, Tensor] = torch.func.functional_call(running, state, ())
+        results.update({Role("buffer", name): state[f"model.{name}"].detach() for name in by_kind["buffer"]})
         self.outputs = list(results)
         return tuple(results.values())
 
-    def _forward(self, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[Role, Tensor]:
+    def _run(self, by_kind: Mapping[str, Mapping[str, Tensor]]) -> dict[Role, Tensor]:
+        """Forward and backward, while the model has the traced parameters."""
+        with self._following(by_kind["random"][RANDOM_KEY.name]) as calls:
+            results = self._forward(calls, by_kind["batch"])
+            if self.request.trainable:
+                results.update(self._backward(calls, results[Role("loss", "loss")], by_kind["param"]))
+        return results
+
+    @contextlib.contextmanager
+    def _following(self, key: Tensor) -> Iterator[CallMode]:
+        """Labels follow the model, random ops draw from `key`; under the mode, calls are replaced."""
+        request = self.request
+        with (
+            self.labels.following(request.model),
+            drawing(key, _Step.flat.__code__) as draws,
+            torch.set_grad_enabled(bool(request.trainable)),
+        ):
+            yield CallMode(self.labels, replacements(draws, mixed=request.mixed))
+
+    def _forward(self, calls: CallMode, batch: Mapping[str, Tensor]) -> dict[Role, Tensor]:
         request = self.request
         given = request.form.rebuild(_cast(batch) if request.mixed else batch)
         args, kwargs = request.form.call(given)
-        with CallMode(self.labels, replacements(mixed=request.mixed)):
-            output = torch.func.functional_call(request.model, state, args, kwargs)
+        with calls:
+            output = request.model(*args, **kwargs)
             if not request.trainable:
                 return {Role("output", name): value for name, value in named_tensors(output)}
             loss = find_loss(output) if request.loss is None else request.loss(output, given)
         return {Role("loss", "loss"): check_loss(loss)}
 
-    def _backward(self, loss: Tensor, params: dict[str, Tensor]) -> dict[Role, Tensor]:
+    def _backward(self, calls: CallMode, loss: Tensor, params: Mapping[str, Tensor]) -> dict[Role, Tensor]:
         self.labels.begin_backward(loss)
         wanted = [params[name] for name in self.request.trainable]
         cotangent = torch.full((), 1.0 / self.request.microbatches, dtype=loss.dtype)
-        gradients = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
+        with calls:  # for what the backward runs again
+            gradients = private.gradients(loss, wanted, cotangent)
         named = zip(self.request.trainable, gradients, strict=True)
         return {Role("grad", name): gradient for name, gradient in named if gradient is not None}
 

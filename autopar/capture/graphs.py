@@ -16,7 +16,8 @@ Documented `node.meta` keys of a captured graph (nothing else is kept):
 | `role`   | Role                        | placeholders only                                            |
 
 Invariants:
-- graphs are functional and free of dead code; placeholders come in the order params, buffers, batch;
+- graphs are functional and free of dead code; placeholders come in the order params, buffers, batch, random key;
+- a graph without random ops has no random key;
 - a parameter under several names has one: the first of `named_parameters()`.
 """
 
@@ -39,8 +40,8 @@ from autopar.private import OpOverload, size_expression
 class Role:
     """What a placeholder or an output is.
 
-    kind: param | buffer | batch | grad | state | scalar | loss | output. In an update template the names of param and
-    grad are "", those of state are bare keys ("exp_avg"); in a whole step, state is "wte.weight.exp_avg".
+    kind: param | buffer | batch | random | grad | state | scalar | loss | output. In an update template the names of
+    param and grad are "", those of state are bare keys ("exp_avg"); in a whole step, state is "wte.weight.exp_avg".
     """
 
     kind: str
@@ -48,6 +49,10 @@ class Role:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
+
+
+RANDOM_KEY = Role("random", "key")
+"""The int64 scalar that a microbatch's random ops draw from: `randomness.microbatch_key(seed, step, microbatch)`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Where each traced node comes from: its module path, phase and line of source.
 
-Module hooks keep the path and a TorchFunctionMode the line; both are put on the tracer's nodes as they are made. The
-backward pass runs no user code: a backward node is matched to its forward op by autograd's sequence number.
+Module hooks keep the path and a TorchFunctionMode the line; both are put on the tracer's nodes as they are made. A
+backward node is matched to its forward op by autograd's sequence number; what the backward runs again (checkpointed
+code) is followed as in the forward.
 
 Invariants:
 - a module used under several names has its first;
@@ -60,17 +61,19 @@ class Labels:
                 handle.remove()
 
     def at_call(self) -> None:
-        """To be called for each torch function: notes the line that called it."""
+        """To be called for each torch function: notes the line that called it.
+
+        In the backward there is one only in what is run again, and in the user's own backward functions.
+        """
         source = caller_source(sys._getframe(1), self.root)
-        if source != self._source:
+        if source != self._source and (source or self.phase == "forward"):
             self._source = source
             self._mark()
 
     def begin_backward(self, loss: Tensor) -> None:
         """Labels every node of the autograd graph behind `loss`, for when it runs."""
         self.phase = "backward"
-        self._paths, self._source = [""], self._labels[-1]["source"]
-        self._mark()
+        self._at({"path": "", "phase": "backward", "source": self._labels[-1]["source"]})
         seen: set[Any] = {None}
         pending: list[Any] = [loss.grad_fn]
         while pending:
@@ -80,7 +83,12 @@ class Labels:
             seen.add(grad_fn)
             pending.extend(parent for parent, _ in grad_fn.next_functions)
             if "AccumulateGrad" not in grad_fn.name():
-                grad_fn.register_prehook(functools.partial(_set_label, self._label_of(grad_fn)))
+                grad_fn.register_prehook(functools.partial(self._at, self._label_of(grad_fn)))
+
+    def _at(self, label: dict[str, str], gradients: Any = None) -> None:
+        """The backward is at a node with this label."""
+        self._paths, self._source = [label["path"]], label["source"]
+        private.set_label(label)
 
     def _enter(self, path: str, module: nn.Module, arguments: Any) -> None:
         self._paths.append(path)
@@ -93,16 +101,13 @@ class Labels:
     def _mark(self) -> None:
         label = {"path": self._paths[-1], "phase": self.phase, "source": self._source}
         private.set_label(label)
-        self._starts.append(private.sequence_number())
-        self._labels.append(label)
+        if self.phase == "forward":
+            self._starts.append(private.sequence_number())
+            self._labels.append(label)
 
     def _label_of(self, grad_fn: Any) -> dict[str, str]:
         at = bisect.bisect_right(self._starts, private.sequence_number_of(grad_fn)) - 1
         return {**self._labels[max(at, 0)], "phase": "backward"}
-
-
-def _set_label(label: dict[str, str], gradients: Any) -> None:
-    private.set_label(label)
 
 
 class CallMode(TorchFunctionMode):

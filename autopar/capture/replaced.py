@@ -19,15 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import autopar.composites  # noqa: F401  (registers the ops)
+from autopar.capture.drawing import Draws
+from autopar.composites import attention_scores, ungrouped
 
 
-def replacements(*, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
-    """The table for `CallMode`; `mixed`: linear layers cast their input to the weight's dtype."""
+def replacements(draws: Draws, *, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
+    """The table for `CallMode`; random numbers come from `draws`.
+
+    `mixed`: linear layers cast their input to the weight's dtype.
+    """
     table: dict[Any, Callable[..., Any]] = {
         F.linear: functools.partial(_linear, mixed=mixed),
-        F.scaled_dot_product_attention: _attention,
-        F.multi_head_attention_forward: functools.partial(_multi_head_attention, mixed=mixed),
+        F.scaled_dot_product_attention: functools.partial(_attention, draws),
+        F.multi_head_attention_forward: functools.partial(_multi_head_attention, draws, mixed=mixed),
         F.cross_entropy: _cross_entropy,
         F.nll_loss: _nll_loss,
         F.mse_loss: _mse_loss,
@@ -36,8 +40,8 @@ def replacements(*, mixed: bool = False) -> dict[Any, Callable[..., Any]]:
     for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
         table[grouped] = _grouped_mm  # the one of two names that this torch has
     for dropout in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
-        table[dropout] = _dropout
-    return table
+        table[dropout] = _no_dropout
+    return {**table, F.dropout: functools.partial(_dropout, draws)}
 
 
 # -- composites ------------------------------------------------------------------------------------------------------
@@ -54,6 +58,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, mixed:
 
 
 def _attention(
+    draws: Draws,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -66,14 +71,26 @@ def _attention(
     grouped = enable_gqa or query.shape[1] == key.shape[1]
     plain = query.dim() == key.dim() == 4 and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
     needs_mask_gradient = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p > 0 or not plain or not grouped or needs_mask_gradient or (is_causal and attn_mask is not None):
+    if not plain or not grouped or needs_mask_gradient or (is_causal and attn_mask is not None):
         return NotImplemented
     if attn_mask is not None and attn_mask.dim() not in (2, 4):
         return NotImplemented
     dtype = _autocast_dtype() or query.dtype
     q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if dropout_p > 0:
+        return _attention_with_dropout(draws, q, k, v, attn_mask, is_causal, factor, dropout_p)
     return torch.ops.autopar.attention(q, k, v, attn_mask, is_causal, factor)[0]
+
+
+def _attention_with_dropout(
+    draws: Draws, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float
+) -> Any:
+    """In plain ops, as the weights that are dropped must be had: quadratic in memory, as torch's own is."""
+    scores = attention_scores(q, k, mask, is_causal, scale)
+    weights = scores.softmax(-1) if mask is None else torch.ops.aten._safe_softmax(scores, -1)
+    kept = _dropout(draws, weights.to(v.dtype), p)
+    return kept if kept is NotImplemented else torch.matmul(kept, ungrouped(v, q.shape[1]))
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: Any, **named: Any) -> Any:
@@ -83,6 +100,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: 
 
 
 def _multi_head_attention(
+    draws: Draws,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -108,7 +126,7 @@ def _multi_head_attention(
     """`nn.MultiheadAttention` [s, b, w] in its usual form; torch's own code would hide its layers from this table."""
     if in_proj_weight is None or bias_k is not None or add_zero_attn or need_weights or use_separate_proj_weight:
         return NotImplemented
-    if (training and dropout_p > 0) or key_padding_mask is not None or others.get("static_k") is not None:
+    if key_padding_mask is not None or others.get("static_k") is not None:
         return NotImplemented
     if query.dim() != 3 or key is not value:
         return NotImplemented
@@ -124,7 +142,7 @@ def _multi_head_attention(
     mask = None if is_causal else attn_mask
     if mask is not None and mask.dim() == 3:
         mask = mask.view(-1, num_heads, *mask.shape[1:])
-    attended = _attention(q, k, v, mask, is_causal=is_causal)
+    attended = _attention(draws, q, k, v, mask, dropout_p if training else 0.0, is_causal)
     if attended is NotImplemented:
         return NotImplemented
     merged = attended.permute(2, 0, 1, 3).reshape(query.shape)
@@ -199,8 +217,17 @@ def _reduce(losses: Tensor, index: Tensor, ignored: Tensor, weight: Tensor | Non
 # -- others ----------------------------------------------------------------------------------------------------------
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _no_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return input if p == 0 or not training else NotImplemented
+
+
+def _dropout(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """The backward needs the mask alone, a byte an element; torch's own code would keep a float of noise."""
+    if p == 0 or not training:
+        return input
+    if inplace or not 0.0 < p < 1.0 or input.numel() == 0:
+        return NotImplemented
+    return input * draws.mask(input.shape, 1 - p) * (1 / (1 - p))
 
 
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:

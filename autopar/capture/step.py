@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar.capture.batches import BatchForm, batch_size, check_divides, microbatch
 from autopar.capture.gradient import Request, Traced, trace_gradient
-from autopar.capture.graphs import Captured, Role
+from autopar.capture.graphs import RANDOM_KEY, Captured, Role
 from autopar.capture.symbolic import symbolic_shapes
 from autopar.capture.update import capture_updates
 from autopar.errors import CaptureError
@@ -113,7 +113,8 @@ class ForwardStep:
     def _inputs(self) -> dict[Role, Tensor]:
         inputs: dict[Role, Tensor] = {Role("param", n): p for n, p in self.model.named_parameters()}
         inputs |= {Role("buffer", n): b for n, b in self.model.named_buffers()}
-        return inputs | {Role("batch", n): t for n, t in self.microbatch(self.batch, 0).items()}
+        inputs |= {Role("batch", n): t for n, t in self.microbatch(self.batch, 0).items()}
+        return {**inputs, RANDOM_KEY: torch.empty((), dtype=torch.int64)}
 
     @property
     def _has_loss(self) -> bool:

@@ -95,11 +95,9 @@ def generate_source(stage: StageProgram, mesh: Mesh) -> str:
 
 
 def _speller() -> Speller:
-    try:
-        from autopar.composites import LOWERED
-    except ImportError:
-        return Speller()
-    return Speller(lowered=dict(LOWERED))
+    from autopar import composites, random_ops
+
+    return Speller(lowered={**composites.LOWERED, **random_ops.LOWERED})
 
 
 def _constants(stage: StageProgram) -> dict[str, Tensor]:

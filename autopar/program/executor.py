@@ -2,7 +2,7 @@
 
     executor = StageExecutor(pipeline, communicator, program.functions(stage, communicator))
     executor.set(Slot("param", "w"), local_w)
-    outputs = executor.step({"tokens": [tokens_0, tokens_1]}, {"group0.lr": lr})
+    outputs = executor.step({"tokens": [tokens_0, tokens_1]}, {"group0.lr": lr}, random_keys)
 
 A part's function takes the list of its input tensors, empties it (each is freed after its last use: the executor
 keeps no reference either) and returns a tuple. A `torch.nn.Module`, such as a part's graph, is called on the tensors.
@@ -68,6 +68,7 @@ class StageExecutor:
         self._sending: dict[Message, Pending] = {}
         cells = self.plan.cells.items()
         self._batch = [(slot.name, m or 0, cell) for (slot, m), cell in cells if slot.kind == "batch"]
+        self._random = [(m or 0, cell) for (slot, m), cell in cells if slot.kind == "random"]
         self._scalars = [(slot.name, cell) for (slot, _), cell in cells if slot.kind == "scalar"]
         self._persistent = [(slot, cell) for (slot, _), cell in cells if slot.kind in ACROSS_STEPS]
         self._outputs = self._output_cells()
@@ -100,21 +101,35 @@ class StageExecutor:
         return self.plan.cells[slot, None]
 
     # -- a step --------------------------------------------------------------------------------------------------
-    def step(self, batch: Mapping[str, Sequence[Tensor]], scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Runs one optimizer step on local tensors (per name, one for each microbatch); returns the stage's outputs."""
+    @property
+    def draws(self) -> bool:
+        """Whether the stage has random ops."""
+        return bool(self._random)
+
+    def step(
+        self, batch: Mapping[str, Sequence[Tensor]], scalars: Mapping[str, Tensor], random_keys: Sequence[Tensor] = ()
+    ) -> dict[str, Tensor]:
+        """Runs one optimizer step on local tensors (per name, one for each microbatch); returns the stage's outputs.
+
+        `random_keys`: where the stage `draws`, the key of each microbatch.
+        """
         with torch.inference_mode(), collectives.use(self.communicator):
-            self._begin(batch, scalars)
+            self._begin(batch, scalars, random_keys)
             for index, step in enumerate(self._steps):
                 self._run(step, self._steps[index + 1] if index + 1 < len(self._steps) else None)
             return self._finish()
 
-    def _begin(self, batch: Mapping[str, Sequence[Tensor]], scalars: Mapping[str, Tensor]) -> None:
+    def _begin(
+        self, batch: Mapping[str, Sequence[Tensor]], scalars: Mapping[str, Tensor], random_keys: Sequence[Tensor]
+    ) -> None:
         store = self._store
         for slot, cell in self._persistent:
             if store[cell] is None:
                 raise PlanError(f"{slot} has no value yet; load the state before the first step")
         for name, microbatch, cell in self._batch:
             store[cell] = batch[name][microbatch]
+        for microbatch, cell in self._random:
+            store[cell] = random_keys[microbatch]
         for name, cell in self._scalars:
             store[cell] = scalars[name]
         self._zero_accumulators()

@@ -213,7 +213,7 @@ class _StageWalk:
         """What the step starts with: everything across steps, the batch, scalars, accumulators that are kept."""
         slots = self.plan.slots
         for cell, slot in slots.items():
-            if slot.kind in ACROSS_STEPS or slot.kind in ("batch", "scalar") or cell in self.plan.zeroed:
+            if slot.kind in ACROSS_STEPS or slot.kind in ("batch", "random", "scalar") or cell in self.plan.zeroed:
                 self.store[cell] = self.memory.new(slot_bytes(self.program.values[slot], mesh), class_of(slot))
         elsewhere = {slot for slot in self.program.values if slot.kind in ACROSS_STEPS} - set(slots.values())
         for slot in elsewhere:

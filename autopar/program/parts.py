@@ -11,6 +11,7 @@ One optimizer step on a stage is: `prologue` once (step-level gathers), then per
 | `scalar`      | one step (learning rate, …)             | the caller              | update                     |
 | `gathered`    | one step                                | prologue                | forward, backward          |
 | `batch`       | one microbatch                          | the caller              | forward, backward          |
+| `random`      | one microbatch (the key of its random ops, on the CPU) | the caller | forward, backward       |
 | `saved`       | one microbatch                          | forward, input_grad     | backward, weight_grad      |
 | `received`    | one microbatch, or one step (prologue, update) | another stage    | any part                   |
 | `accumulator` | one step, zero at its start             | backward, weight_grad   | backward, update           |

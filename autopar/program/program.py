@@ -89,14 +89,17 @@ class Program:
         return {name: signature.optional for name, signature in self.codes[stage].functions.items()}
 
     def verify(self, num_steps: int = 3, seed: int = 0) -> VerifyReport:
-        """Both halves of DESIGN section 1, on a virtual mesh, from the weights of `seed`."""
+        """Both halves of DESIGN section 1, on a virtual mesh; weights and random numbers are those of `seed`."""
         from autopar.program.verify import verify
 
         assert self.step is not None
-        return verify(self.step, self.pipeline, whole_weights(self.step, seed), num_steps)
+        return verify(self.step, self.pipeline, whole_weights(self.step, seed), num_steps, seed)
 
     def start(self, seed: int = 0, device: Any = None, deterministic: bool = False) -> Trainer:
-        """This rank's trainer, its state filled tensor by tensor; raises `PlanError` for another number of ranks."""
+        """This rank's trainer, its state filled tensor by tensor; raises `PlanError` for another number of ranks.
+
+        `seed`: of the initial weights where a factory makes the model, and of the step's random ops.
+        """
         assert self.step is not None
         return start(self, self.step, self._recipe, seed, device, deterministic)
 
@@ -141,7 +144,8 @@ def start(
     from autopar.program.trainer import Trainer
 
     unsaved = {name for name, _ in step.model.named_buffers()} - set(step.model.state_dict()) | set(recipe.constants)
-    trainer = Trainer(program, optional=program.optional, unsaved=unsaved, device=device, deterministic=deterministic)
+    options: dict[str, Any] = {"device": device, "deterministic": deterministic, "seed": seed}
+    trainer = Trainer(program, optional=program.optional, unsaved=unsaved, **options)
     wanted = set(trainer.executor.slots)
 
     def put(slot: Slot, value: Tensor) -> None:

@@ -172,8 +172,8 @@ def _kept_kwargs(node: fx.Node) -> dict[str, Any]:
         for key, value in node.kwargs.items()
         if value is not None and value != noise.get(key) and not _is_same(value, defaults.get(key))
     }
-    makes_from_nothing = "device" in defaults and not any(_is_tensor(operand) for operand in node.all_input_nodes)
-    return {**kept, "device": _DEVICE} if makes_from_nothing else kept
+    makes_from_nothing = node.target.namespace == "autopar" or not any(map(_is_tensor, node.all_input_nodes))
+    return {**kept, "device": _DEVICE} if "device" in defaults and makes_from_nothing else kept
 
 
 _DEVICE = torch.device("cpu")

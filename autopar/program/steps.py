@@ -23,7 +23,7 @@ from autopar.program.actions import PART_OF_KIND, Action
 from autopar.program.parts import Pipeline, Slot, StageProgram, Transfer
 
 MICROBATCH_PARTS = frozenset(PART_OF_KIND.values())
-PER_MICROBATCH = frozenset({"batch", "saved", "output"})
+PER_MICROBATCH = frozenset({"batch", "random", "saved", "output"})
 ACROSS_STEPS = frozenset({"param", "buffer", "state"})
 
 Key = tuple[Slot, int | None]

@@ -11,7 +11,9 @@ Invariants:
 - every rank runs the same program: hashes are compared before anything else;
 - a batch holds all samples of the step; microbatches are contiguous slices of dim 0, and each rank takes its own rows
   of each (`local=True`: it is given only these);
-- the scalars of a step are what `optimizer.param_groups` holds when the step begins.
+- the scalars of a step are what `optimizer.param_groups` holds when the step begins;
+- random ops draw by the seed, the number of the step, and the microbatch: `state_dict()` has them, so that a run that
+  is resumed goes on with the same numbers.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from autopar.program.param_groups import ParamGroups
 from autopar.program.parts import Pipeline, Slot, Value
 from autopar.program.ranks import join, leave, own_device
 from autopar.program.state import LocalState, Source, gather_whole
+from autopar.randomness import random_keys
 
 
 class Program(Protocol):
@@ -65,17 +68,20 @@ class Trainer:
         unsaved: Collection[str] = (),
         device: str | torch.device | None = None,
         deterministic: bool = False,
+        seed: int = 0,
     ) -> None:
         """Joins the other ranks and fills the state from `initial(slot)`, a whole tensor at a time.
 
-        `optional(stage)`: see `StageExecutor`. `unsaved`: buffers that the model's `state_dict` leaves out.
-        Raises `PlanError` when the number of ranks isn't the plan's, or the ranks' programs differ.
+        `optional(stage)`: see `StageExecutor`. `unsaved`: buffers that the model's `state_dict` leaves out. `seed`: of
+        the random ops. Raises `PlanError` when the number of ranks isn't the plan's, or the ranks' programs or seeds
+        differ.
         """
         self.program, self.mesh = program, program.pipeline.mesh
         _require_ranks(self.mesh)
         self.device = own_device(device)
         self._is_owner = join(self.device)
-        require_same_hash(program.hash, self.device)
+        require_same_hash(f"{program.hash} seed {seed}", self.device)
+        self.seed, self.num_steps = seed, 0
         edges = [(transfer.source, transfer.target) for transfer in program.pipeline.transfers]
         self.communicator = ProcessCommunicator(self.mesh, self.device, edges, deterministic)
         stage = self.communicator.stage
@@ -99,7 +105,8 @@ class Trainer:
         """
         tensors = name_batch(self.program.batch_layout, batch, named)
         pieces = {name: self._pieces(name, tensors[name], local) for name in self._batch_values}
-        outputs = self.executor.step(pieces, self._step_scalars())
+        outputs = self.executor.step(pieces, self._step_scalars(), self._random_keys())
+        self.num_steps += 1
         self.optimizer.step()
         return self._shared(outputs)
 
@@ -114,6 +121,12 @@ class Trainer:
         if not local:
             pieces = (layout.shard(piece, mesh, self.communicator.coordinates).contiguous() for piece in pieces)
         return [piece.to(self.device, non_blocking=True) for piece in pieces]
+
+    def _random_keys(self) -> list[Tensor]:
+        """What the microbatches' random ops draw from, where there are any."""
+        if not self.executor.draws:
+            return []
+        return random_keys(self.seed, self.num_steps, self.program.pipeline.microbatches)
 
     def _step_scalars(self) -> dict[str, Tensor]:
         """The scalars' tensors, made anew only where a value has changed."""
@@ -161,13 +174,18 @@ class Trainer:
 
     # -- state ---------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """DTensors of the model and the optimizer, and the param groups, for torch.distributed.checkpoint."""
-        return {**self.state.state_dict(), "param_groups": self.optimizer.groups()}
+        """DTensors of the model and the optimizer, the param groups, and the place in the stream of random numbers.
+
+        For torch.distributed.checkpoint.
+        """
+        random = {"seed": self.seed, "num_steps": self.num_steps}
+        return {**self.state.state_dict(), "param_groups": self.optimizer.groups(), "random": random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a `state_dict()`, such as one that `torch.distributed.checkpoint.load` has read into."""
         self.state.load_state_dict({name: state[name] for name in ("model", "optimizer")})
         self.optimizer.load_groups(state["param_groups"])
+        self.seed, self.num_steps = state["random"]["seed"], state["random"]["num_steps"]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's ordinary `state_dict` on rank 0, empty on the others; every rank must call it."""
@@ -206,7 +224,7 @@ def require_same_hash(program_hash: str, device: torch.device) -> None:
     if others:
         raise PlanError(
             f"ranks {', '.join(map(str, others))} have another program than rank 0; "
-            f"start every rank with the same model, plan and versions"
+            f"start every rank with the same model, plan, seed and versions"
         )
 
 

@@ -2,24 +2,27 @@
 
 Two halves (DESIGN, section 1): (a) the captured step against the eager model and optimizer, in native precision;
 (b) the program against the captured step, all ranks in lock-step, every floating dtype promoted to float64.
-Losses, gradients, buffers, parameters and optimizer state are compared after each of several steps.
+Losses, gradients, buffers, parameters and optimizer state are compared after each of several steps, which draw the
+random numbers of their step and microbatch in all three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from autopar.capture.drawing import reference_rng
 from autopar.capture.gradient import check_loss, find_loss
-from autopar.capture.graphs import Captured, Role, placeholders
+from autopar.capture.graphs import RANDOM_KEY, Captured, Role, placeholders
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.program.parts import Pipeline, Slot
 from autopar.program.promote import default_float64, promote_graph, promote_pipeline, promoted, promoted_dtype
 from autopar.program.virtual import VirtualMesh, whole_value
 from autopar.program.weights import with_weights
+from autopar.randomness import random_keys
 
 EXACT = 1e-10
 """Greatest relative difference in float64: the order of sums may differ, nothing else."""
@@ -99,22 +102,25 @@ class Reference:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def backward(self, microbatch: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """All microbatches: fills `gradients`, returns the outputs (loss: mean over microbatches)."""
+    def backward(self, microbatch: Callable[[int], Mapping[str, Tensor]], keys: Sequence[Tensor]) -> dict[str, Tensor]:
+        """All microbatches: fills `gradients`, returns the outputs (loss: mean over microbatches).
+
+        `keys`: what each microbatch's random ops draw from.
+        """
         self.gradients = {}
         collected: dict[str, list[Tensor]] = {}
         for index in range(self.microbatches):
-            for name, value in self._microbatch(microbatch(index)).items():
+            for name, value in self._microbatch(microbatch(index), keys[index]).items():
                 collected.setdefault(name, []).append(value)
         return {
             name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).mean(0)
             for name, parts in collected.items()
         }
 
-    def _microbatch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _microbatch(self, batch: Mapping[str, Tensor], key: Tensor) -> dict[str, Tensor]:
         graph = self.captured.gradient
-        roles = placeholders(graph)
-        inputs = [batch[r.name] if r.kind == "batch" else self.values[Slot(r.kind, r.name)] for r in roles]
+        given = {RANDOM_KEY: key, **{Role("batch", name): value for name, value in batch.items()}}
+        inputs = [given[r] if r in given else self.values[Slot(r.kind, r.name)] for r in placeholders(graph)]
         results: dict[str, Tensor] = {}
         for role, value in zip(self.captured.gradient_outputs, torch.fx.Interpreter(graph).run(*inputs), strict=True):
             if role.kind == "grad":
@@ -161,11 +167,13 @@ def initial_values(step: ForwardStep, captured: Captured, weights: Mapping[str, 
 
 
 # -- the two halves ----------------------------------------------------------------------------------------------
-def verify(step: ForwardStep, pipeline: Pipeline, weights: Mapping[str, Tensor], num_steps: int = 3) -> VerifyReport:
-    """Runs both halves on the step's own batch, from `weights`."""
+def verify(
+    step: ForwardStep, pipeline: Pipeline, weights: Mapping[str, Tensor], num_steps: int = 3, seed: int = 0
+) -> VerifyReport:
+    """Runs both halves on the step's own batch, from `weights`; random numbers are those of `seed`."""
     captured = step.capture()
-    found = list(_captured_against_eager(step, captured, weights, num_steps))
-    found += _program_against_captured(step, captured, pipeline, weights, num_steps)
+    found = list(_captured_against_eager(step, captured, weights, num_steps, seed))
+    found += _program_against_captured(step, captured, pipeline, weights, num_steps, seed)
     return VerifyReport(tuple(found))
 
 
@@ -188,15 +196,16 @@ def _largest(values: Mapping[str, Tensor]) -> float:
 
 
 def _captured_against_eager(
-    step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor], num_steps: int
+    step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor], num_steps: int, seed: int
 ) -> Iterator[Difference]:
     if not isinstance(step, TrainStep):
         return
-    eager = EagerStep(step, weights)
+    eager = EagerStep(step, weights, seed)
     reference = Reference(captured, step.microbatches, initial_values(step, captured, _copies(weights)))
     for index in range(num_steps):
-        loss = eager.backward()
-        got = reference.backward(lambda i: step.microbatch(step.batch, i))
+        loss = eager.backward(index)
+        keys = random_keys(seed, index, step.microbatches)
+        got = reference.backward(lambda i: step.microbatch(step.batch, i), keys)
         yield Difference(HALVES[0], index, "loss", relative_difference(got["loss"], loss), NATIVE[loss.dtype])
         wanted = {n: g for n, g in eager.gradients().items() if n in reference.gradients}
         floor = _largest(wanted) * ZERO
@@ -214,10 +223,11 @@ def _captured_against_eager(
 
 @dataclass(slots=True)
 class EagerStep:
-    """The user's own model and optimizer, run as they would be on one device."""
+    """The user's own model and optimizer, run as they would be on one device, with the random numbers of `seed`."""
 
     source: TrainStep
     weights: Mapping[str, Tensor]
+    seed: int = 0
     model: torch.nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -225,14 +235,15 @@ class EagerStep:
         self.model = with_weights(self.source.model, self.weights)
         self.optimizer = self.source.optimizer_factory(list(self.model.parameters()))
 
-    def backward(self) -> Tensor:
-        """The gradients of all microbatches; returns the mean loss."""
+    def backward(self, step: int = 0) -> Tensor:
+        """The gradients of all microbatches of the `step`-th step; returns the mean loss."""
         self.optimizer.zero_grad()
         self.model.train(self.source.model.training)
         losses = []
         for index in range(self.source.microbatches):
-            loss = self._loss(self.source.microbatch(self.source.batch, index))
-            torch.autograd.backward(loss / self.source.microbatches)
+            with reference_rng(self.seed, step, index):
+                loss = self._loss(self.source.microbatch(self.source.batch, index))
+                torch.autograd.backward(loss / self.source.microbatches)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
@@ -250,7 +261,12 @@ class EagerStep:
 
 
 def _program_against_captured(
-    step: ForwardStep, captured: Captured, pipeline: Pipeline, weights: Mapping[str, Tensor], num_steps: int
+    step: ForwardStep,
+    captured: Captured,
+    pipeline: Pipeline,
+    weights: Mapping[str, Tensor],
+    num_steps: int,
+    seed: int = 0,
 ) -> list[Difference]:
     with default_float64():
         double = {name: promoted(value) for name, value in weights.items()}
@@ -261,10 +277,11 @@ def _program_against_captured(
         virtual.load({slot: value for slot, value in reference.values.items() if slot in present})
         found: list[Difference] = []
         for index in range(num_steps):
+            keys = random_keys(seed, index, step.microbatches)
             batch = {name: promoted(value) for name, value in step.batch_tensors().items()}
-            got = virtual.step(batch, captured.scalars)
+            got = virtual.step(batch, captured.scalars, keys)
             expected = reference.backward(
-                lambda i: {name: promoted(value) for name, value in step.microbatch(step.batch, i).items()}
+                lambda i: {name: promoted(value) for name, value in step.microbatch(step.batch, i).items()}, keys
             )
             held = {name: _gradient(virtual, name) for name in reference.gradients}
             gradients = {name: value for name, value in held.items() if value is not None}

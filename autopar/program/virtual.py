@@ -31,6 +31,7 @@ from autopar.mesh import Mesh
 from autopar.program.executor import join_outputs, split_microbatches
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Value
 from autopar.program.steps import ACROSS_STEPS, Call, Message, plan_steps, run_order
+from autopar.randomness import random_keys
 
 Wide = list[Any]
 """One value on all ranks of a stage."""
@@ -103,10 +104,16 @@ class VirtualMesh:
     # -- a step --------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(
-        self, batch: Mapping[str, Tensor], scalars: Mapping[str, float | Tensor] | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, float | Tensor] | None = None,
+        keys: Sequence[Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """One optimizer step on the global batch of all microbatches; returns the global outputs by name."""
-        self._begin(batch, scalars or {})
+        """One optimizer step on the global batch of all microbatches; returns the global outputs by name.
+
+        `keys`: what each microbatch's random ops draw from; by default those of step 0 with seed 0.
+        """
+        self._begin(batch, scalars or {}, keys or random_keys(0, 0, self.pipeline.microbatches))
         messages: dict[Message, Wide] = {}
         for stage, index in self._order:
             self._run(stage, self.plans[stage].calls[index], messages)
@@ -115,7 +122,9 @@ class VirtualMesh:
             outputs.update(self._outputs(program))
         return outputs
 
-    def _begin(self, batch: Mapping[str, Tensor], scalars: Mapping[str, float | Tensor]) -> None:
+    def _begin(
+        self, batch: Mapping[str, Tensor], scalars: Mapping[str, float | Tensor], keys: Sequence[Tensor]
+    ) -> None:
         for stage, plan, store in zip(self.pipeline.stages, self.plans, self._stores, strict=True):
             pieces: dict[str, list[Tensor]] = {}
             for (slot, microbatch), cell in plan.cells.items():
@@ -127,6 +136,8 @@ class VirtualMesh:
                     if slot.name not in pieces:
                         pieces[slot.name] = list(split_microbatches(batch[slot.name], shape, count, slot.name))
                     store[cell] = self._shard(pieces[slot.name][microbatch or 0], slot, value)
+                if slot.kind == "random":
+                    store[cell] = [keys[microbatch or 0]] * self.mesh.num_ranks
                 if slot.kind == "scalar":
                     scalar = torch.as_tensor(scalars[slot.name], dtype=value.dtype)
                     store[cell] = [scalar] * self.mesh.num_ranks

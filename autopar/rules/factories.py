@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from autopar.rules.entries import Rows, by, texts
@@ -19,6 +21,12 @@ def factory_like(node: Node) -> BoundRule:
     return from_letters([operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
 
 
+def drawn(node: Node) -> BoundRule:
+    """`1 -> ...`: a random op knows the global index of each element, wherever its shard lies."""
+    rule = factory_like(node)
+    return replace(rule, anywhere=frozenset(rule.sizes))
+
+
 ROWS: Rows = {
     "aten.arange": texts("", "-> a"),
     "aten.full": texts("", "-> ..."),
@@ -33,4 +41,8 @@ ROWS: Rows = {
     "aten.new_zeros": by(factory_like),
     "aten.new_full": by(factory_like),
     "aten.new_ones": by(factory_like),
+    "autopar.random_mask": by(drawn),
+    "autopar.random_uniform": by(drawn),
+    "autopar.random_normal": by(drawn),
+    "autopar.random_integers": by(drawn),
 }

@@ -184,9 +184,9 @@ class FactorInference:
     ) -> tuple[int, ...]:
         if name not in index:
             leaves, sizes = self.atoms.leaves(atoms), self.atoms.sizes(atoms)
-            start = len(factors)
+            start, is_anywhere = len(factors), name in link.rule.anywhere
             for i, (leaf, size) in enumerate(zip(leaves, sizes, strict=True)):
                 label = name if len(sizes) == 1 else f"{name}.{i}"
-                factors.append(OpFactor(label, size, name, name in link.whole, i == 0, leaf))
+                factors.append(OpFactor(label, size, name, name in link.whole, i == 0 or is_anywhere, leaf))
             index[name] = tuple(range(start, len(factors)))
         return index[name]

@@ -60,6 +60,8 @@ class BoundRule:
     indexes: dict[int, str] = field(default_factory=dict)
     reductions: tuple[str, ...] = ()
     linear: Linear = ()
+    anywhere: frozenset[str] = frozenset()
+    """Letters only on the right of which the op makes any part, not just a contiguous one."""
 
 
 @functools.cache

@@ -70,7 +70,8 @@ def check_rules(graph: Graph) -> None:
         name, where = op_name(node), node.meta.get("source") or node.meta.get("path") or "the model"
         if is_random(node):
             raise CaptureError(
-                f"{name} ({where}): random ops can't be split over ranks yet; set dropout to 0 or call model.eval()"
+                f"{name} ({where}) draws numbers of its own on every rank; draw with torch's random functions in the "
+                "model, or pass the numbers in with the batch"
             )
         if not has_rule(node) and name not in told:
             told.add(name)

@@ -184,6 +184,39 @@ def refused(trainer: Trainer, whole: dict) -> None:
             raise AssertionError(message)
 
 
+def dropout(folder: Path) -> None:
+    """Training with dropout is the eager model's under `reference_rng`, and goes on so from a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    from autopar.compiling import compile
+    from autopar.planning import plan
+    from autopar.program.verify import EagerStep
+    from tests.virtual.step_models import step_of, weights_of
+
+    step = step_of("gpt, dropout", 2)
+    program = compile(step, plan(step, "2xcpu", pin="dp=2"))
+    eager = EagerStep(step, weights_of(step), seed=5)
+    trainer = program.start(seed=5)
+
+    def both(running: Trainer, index: int) -> None:
+        expected, got = eager.backward(index), running.step(step.batch)["loss"]
+        assert abs(got - float(expected)) < 1e-5, (index, got, expected)
+        eager.optimizer.step()
+
+    both(trainer, 0)
+    both(trainer, 1)
+    dcp.save(trainer.state_dict(), checkpoint_id=folder)
+    resumed = program.start(seed=4)
+    state = resumed.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    resumed.load_state_dict(state)
+    both(resumed, 2)
+    full = resumed.full_state_dict()
+    for name, weight in eager.parameters().items() if dist.get_rank() == 0 else ():
+        torch.testing.assert_close(full[name], weight, rtol=1e-3, atol=1e-4)
+    trainer.close()
+
+
 def hashes(folder: Path) -> None:
     """Ranks with different programs: a clear error on each."""
     Trainer(hb.HandBuilt(hb.zero3(), hash=f"program of {sys.argv[0]} {os.environ['RANK']}"))
@@ -198,7 +231,7 @@ def rank_1_dies(folder: Path) -> None:
     time.sleep(60)
 
 
-CHECKS = {check.__name__: check for check in (four_ranks, zero3, hashes, rank_1_dies)}
+CHECKS = {check.__name__: check for check in (four_ranks, zero3, dropout, hashes, rank_1_dies)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -196,3 +196,33 @@ def test_a_range_split_and_whole_are_equal_bit_for_bit() -> None:
         graph = localised(lambda x, make=make: x + make(), {"x": torch.zeros(6)}, "tp=2", {"aten.arange#0": "tp=a"})
         (got,) = executed(graph, Mesh.parse("tp=2"), {"x": torch.zeros(6)}, [Layout.whole(((6,),))])
         assert torch.equal(got, torch.zeros(6) + make())
+
+
+# -- random ops ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mesh", "choice"),
+    [("tp=2", "tp=d0.0"), ("tp=3", "tp=d0.1"), ("tp=2", "tp=d1"), ("dp=2 tp=3", "dp=d0.0 tp=d0.1"),
+     ("dp=2 tp=2", "tp=d0.0 dp=d0.0"), ("dp=3 tp=2", "dp=d0.1 tp=d1")],
+)  # fmt: skip
+def test_a_shard_of_a_mask_is_that_part_of_the_whole_mask(mesh: str, choice: str) -> None:
+    """A dim that is a product, split at its minor factor: the shard's elements lie apart in the whole."""
+
+    def function(key: Tensor, x: Tensor) -> Tensor:
+        return torch.ops.autopar.random_mask(key, 1, [24, 8], 0.5).view(4, 6, 8) * x
+
+    inputs = {"key": torch.tensor(7), "x": floats(4, 6, 8)}
+    graph = checked(function, inputs, mesh, {"autopar.random_mask#0": choice})
+    (drawn,) = [node for node in graph.nodes if node.target is torch.ops.autopar.random_mask.default]
+    assert drawn.meta["local_val"].numel() < 24 * 8
+
+
+def test_numbers_of_other_kinds_by_the_global_index() -> None:
+    def function(key: Tensor) -> Tensor:
+        uniform = torch.ops.autopar.random_uniform(key, 1, [4, 6], torch.float64)
+        normal = torch.ops.autopar.random_normal(key, 2, [4, 6], torch.float64)
+        return uniform + normal + torch.ops.autopar.random_integers(key, 3, [4, 6], -9, 9, torch.int64)
+
+    choices = {
+        f"autopar.random_{kind}#0": f"tp=d{dim}" for kind, dim in (("uniform", 0), ("normal", 1), ("integers", 1))
+    }
+    checked(function, {"key": torch.tensor(-3)}, "tp=2", choices)

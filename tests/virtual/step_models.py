@@ -16,9 +16,9 @@ VOCAB, LENGTH, BATCH = 24, 6, 4
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -26,18 +26,21 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, w = x.shape
         q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(w, dim=2))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, w)
-        x = x + self.out(attended)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        p = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p).transpose(1, 2).reshape(b, s, w)
+        x = x + F.dropout(self.out(attended), p)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), p)
 
 
 class GPT(nn.Module):
     """A plain GPT with biases and tied embeddings; returns its loss."""
 
-    def __init__(self, width: int = 8, heads: int = 2, layers: int = 1, tied: bool = True) -> None:
+    def __init__(
+        self, width: int = 8, heads: int = 2, layers: int = 1, tied: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCAB, bias=False)
         if tied:
@@ -147,6 +150,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]], Any]] = {
     "gpt": (gpt, token_batch, adamw),
     "gpt, 3 layers": (functools.partial(gpt, layers=3), token_batch, adamw),
+    "gpt, dropout": (functools.partial(gpt, layers=2, dropout=0.2), token_batch, momentum),
     "gpt, frozen, momentum": (frozen_gpt, token_batch, momentum),
     "gpt, 8 rows": (gpt, lambda: token_batch(8), adamw),
     **{

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from autopar import composites
+from autopar import composites, random_ops
 
 aten, own = torch.ops.aten, torch.ops.autopar
-assert composites.LOWERED  # imported for its registration
+assert composites.LOWERED and random_ops.LOWERED  # imported for its registration
 
 bf16, f32, f64, i64, i32 = torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.rules.examples.example import Examples, aten, call, i64, index, t, undefined
+from autopar.rules.examples.example import Examples, aten, call, f32, i64, index, own, t, undefined
 
 EXAMPLES: Examples = {
     "aten.arange": [
@@ -28,4 +28,11 @@ EXAMPLES: Examples = {
     "aten.new_zeros": [call(aten.new_zeros.default, t(4, 6), [6, 2])],
     "aten.new_full": [call(aten.new_full.default, t(4, 6), [6, 2], 3.0), call(aten.new_full.default, t(6), [], 3.0)],
     "aten.new_ones": [call(aten.new_ones.default, t(4, 6), [12])],
+    "autopar.random_mask": [
+        call(own.random_mask.default, index(), 3, [4, 6], 0.7),
+        call(own.random_mask.default, index(), 3, [6, 1, 2, 12], 0.5),
+    ],
+    "autopar.random_uniform": [call(own.random_uniform.default, index(), 1, [6, 4], f32)],
+    "autopar.random_normal": [call(own.random_normal.default, index(), 2, [12], f32)],
+    "autopar.random_integers": [call(own.random_integers.default, index(), 0, [4, 6], -3, 17, i64)],
 }

@@ -1,0 +1,146 @@
+"""Random ops drawn by the element's index, whatever runs them: the eager model, and the trace that captures it.
+
+    with reference_rng(seed=0, step=3):         # the eager single-device model draws what a compiled step 3 draws
+        loss = model(batch)
+        loss.backward()
+
+A dispatch mode answers each random op of ATen with `autopar.random_ops`. What tells two draws of a forward apart is
+their number in it, and that number is the seed of torch's own CPU generator: what saves and restores that generator's
+state, as `torch.utils.checkpoint` does around what it runs again, restores the count of draws with it.
+
+Invariants:
+- an op draws one stream, over the row-major index of its result; so capture may draw another op's numbers for it, as
+  long as there are as many draws of the same shapes in the same order;
+- a random op that isn't in the table (`distributions`) is refused, never left to a generator of its own;
+- torch's generator is put back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autopar.random_ops  # noqa: F401  (registers the ops)
+from autopar.capture.distributions import DRAWS
+from autopar.capture.labels import caller_source
+from autopar.errors import CaptureError
+from autopar.private import OpOverload, TorchDispatchMode, schema_of
+from autopar.randomness import microbatch_key
+
+Device = torch.device | None
+Shape = Sequence[int]
+
+
+@contextlib.contextmanager
+def reference_rng(seed: int = 0, step: int = 0, microbatch: int = 0) -> Iterator[None]:
+    """Inside, an eager model draws the numbers that a compiled one draws in that step and microbatch.
+
+    `seed`: as given to `program.start`; `step`: how many optimizer steps were made before; `microbatch`: which
+    contiguous slice of the batch the model is given. Forward and backward both belong inside. Attention is computed by
+    its definition on GPUs: fused kernels drop weights by numbers of their own.
+    """
+    key = torch.tensor(microbatch_key(seed, step, microbatch))
+    with contextlib.ExitStack() as stack:
+        if torch.cuda.is_available():
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(drawing(key, drawing.__code__))
+        yield
+
+
+@contextlib.contextmanager
+def drawing(key: Tensor, root: CodeType) -> Iterator[Draws]:
+    """Inside, random ops draw from `key` (an int64 scalar on the CPU), the first of them number 0.
+
+    `root`: the code of the function in whose frames the user's line is looked for.
+    """
+    mode = Draws(key, root)
+    with torch.random.fork_rng(devices=[]), mode:
+        torch.default_generator.manual_seed(0)
+        yield mode
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws numbers, and answers random ops with them."""
+
+    def __init__(self, key: Tensor, root: CodeType) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.key, self.root = key, root
+
+    # -- numbers -------------------------------------------------------------------------------------------------
+    def mask(self, shape: Shape, keep: float, device: Device = None) -> Tensor:
+        """Bool, True with probability `keep`."""
+        drawn: Tensor = torch.ops.autopar.random_mask(self.key, self._number(), shape, keep, device=device)
+        return drawn
+
+    def uniform(self, shape: Shape, dtype: torch.dtype, device: Device = None) -> Tensor:
+        """In [0, 1)."""
+        drawn: Tensor = torch.ops.autopar.random_uniform(self.key, self._number(), shape, dtype, device=device)
+        return drawn
+
+    def normal(self, shape: Shape, dtype: torch.dtype, device: Device = None) -> Tensor:
+        """Standard normal."""
+        drawn: Tensor = torch.ops.autopar.random_normal(self.key, self._number(), shape, dtype, device=device)
+        return drawn
+
+    def integers(self, shape: Shape, low: int, high: int, dtype: torch.dtype, device: Device = None) -> Tensor:
+        """In [low, high)."""
+        number = self._number()
+        drawn: Tensor = torch.ops.autopar.random_integers(self.key, number, shape, low, high, dtype, device=device)
+        return drawn
+
+    def _number(self) -> int:
+        generator = torch.default_generator
+        number = generator.initial_seed()
+        generator.manual_seed(number + 1)
+        return number
+
+    # -- ops -----------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _may_draw(func) or _is_certain(func, args, kwargs):
+            return func(*args, **kwargs)
+        generator = kwargs.pop("generator", None)
+        if generator is not None or any(isinstance(argument, torch.Generator) for argument in args):
+            raise CaptureError(
+                f"{self._place(func)} draws from a generator of its own, which other ranks can't follow; "
+                "use torch's default generator"
+            )
+        if func in DRAWS:
+            return DRAWS[func](self, *args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            known = sorted({str(op.overloadpacket.__name__) for op in DRAWS})
+            raise CaptureError(
+                f"{self._place(func)} draws numbers that can't be told from the element's index, so no two ranks would "
+                f"agree on them; use one of {', '.join(known)}, or draw them outside and pass them in the batch"
+            )
+        return result
+
+    def _place(self, func: OpOverload) -> str:
+        where = caller_source(sys._getframe(1), self.root)
+        return f"{func.overloadpacket.__name__} ({where or 'the model'})"
+
+
+_UNTAGGED = {"random", "random_", "binomial", "_sample_dirichlet"}
+"""Random ops that torch 2.13 doesn't tag as such."""
+
+
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in _UNTAGGED
+
+
+def _is_certain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an op that may draw draws nothing: attention without dropout, for one."""
+    named = {a.name: a.default_value for a in schema_of(func).arguments}
+    named |= {**dict(zip(named, args, strict=False)), **kwargs}
+    probability = named.get("dropout_p", named.get("dropout"))
+    return probability == 0 or named.get("train", named.get("training")) is False

@@ -1,0 +1,199 @@
+"""Random ops of a captured graph: pure functions of a key, the op's number, and each element's global index.
+
+    mask = autopar::random_mask(key, op, shape, keep)                # bool [*shape], True with probability `keep`
+    u    = autopar::random_uniform(key, op, shape, dtype)            # in [0, 1)
+    z    = autopar::random_normal(key, op, shape, dtype)
+    n    = autopar::random_integers(key, op, shape, low, high, dtype)
+
+`key` is an int64 scalar on the CPU (`randomness.microbatch_key`), `op` the number of the draw in its forward. An
+element's index is its place in the row-major order of the whole value, whatever the strides. A shard draws its part:
+
+    random_mask(key, op, [2, 4], keep, sizes=[2, 4], strides=[8, 1], offset=4)      # columns 4 to 7 of [2, 8]
+
+`sizes` are the shard's factors, major to minor, `strides` the steps of the global index along them.
+
+Invariants:
+- no state, and no random tag: equal calls give equal numbers, so a node may be merged, copied and run again;
+- numbers are drawn in blocks that stay in the cache (3.5 ns a mask's element on one core, 20 ns in one large piece).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import randomness
+from autopar.private import OpOverload
+
+_BLOCK = {"cpu": 1 << 15}
+_DEVICE_BLOCK = 1 << 24
+"""Elements drawn at a time: what fits a core's cache; on other devices what bounds the memory for words."""
+
+Device = torch.device | None
+
+
+def random_mask(
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    keep: float,
+    *,
+    sizes: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    device: Device = None,
+) -> Tensor:
+    """Bool [*shape]: True with probability `keep`."""
+    out = torch.empty(tuple(shape), dtype=torch.bool, device=device)
+    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.bernoulli(k, i, keep))
+
+
+def random_uniform(
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    sizes: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    device: Device = None,
+) -> Tensor:
+    """`dtype` [*shape], uniform in [0, 1)."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.uniform(k, i, dtype))
+
+
+def random_normal(
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    sizes: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    device: Device = None,
+) -> Tensor:
+    """`dtype` [*shape], standard normal."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.normal(k, i, dtype))
+
+
+def random_integers(
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+    *,
+    sizes: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    device: Device = None,
+) -> Tensor:
+    """`dtype` [*shape], integers in [low, high)."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.integers(k, i, low, high, dtype))
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _fill(
+    out: Tensor,
+    key: Tensor,
+    op: int,
+    sizes: Sequence[int] | None,
+    strides: Sequence[int] | None,
+    offset: int,
+    draw: Callable[[randomness.Key, Tensor], Tensor],
+) -> Tensor:
+    """`out`, dense, filled block by block."""
+    if out.numel() == 0:
+        return out
+    stream = randomness.stream_key(int(key), op)
+    flat, start = out.view(-1), 0
+    block = _BLOCK.get(out.device.type, _DEVICE_BLOCK)
+    for index in _indices(sizes or [out.numel()], strides or [1], offset, block, out.device):
+        flat[start : start + index.numel()] = draw(stream, index).view(-1)
+        start += index.numel()
+    return out
+
+
+def _indices(
+    sizes: Sequence[int], strides: Sequence[int], offset: int, block: int, device: torch.device
+) -> Iterator[Tensor]:
+    """The global indices in row-major order: some entries of one dim, with all of the dims after it, at a time."""
+    cut, inner = len(sizes) - 1, 1
+    while cut > 0 and inner * sizes[cut] <= block:
+        inner *= sizes[cut]
+        cut -= 1
+    step = min(sizes[cut], max(1, block // inner))
+    grid = _grid([step, *sizes[cut + 1 :]], strides[cut:], device)
+    for outer in itertools.product(*map(range, sizes[:cut])):
+        base = offset + sum(map(int.__mul__, outer, strides))
+        for first in range(0, sizes[cut], step):
+            here = grid if first + step <= sizes[cut] else grid[: sizes[cut] - first]
+            yield here + (base + first * strides[cut])
+
+
+def _grid(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
+    steps = [torch.arange(0, size * stride, stride, device=device) for size, stride in zip(sizes, strides, strict=True)]
+    return functools.reduce(lambda major, minor: major.unsqueeze(-1) + minor, steps)
+
+
+def shard_arguments(sizes: Sequence[int], local: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """(`sizes`, `strides`) of a shard with `local` of each factor's `sizes`, and each factor's own stride.
+
+    Neighbours that lie together in the whole are one.
+    """
+    own = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    kept: list[tuple[int, int]] = []
+    for size, stride in zip(local, own, strict=True):
+        if kept and kept[-1][1] == size * stride:
+            size *= kept.pop()[0]
+        kept.append((size, stride))
+    return [size for size, _ in kept], [stride for _, stride in kept], own
+
+
+# -- registration ----------------------------------------------------------------------------------------------------
+
+_SHARD = "*, SymInt[]? sizes=None, SymInt[]? strides=None, SymInt offset=0, Device? device=None"
+_SCHEMAS: dict[Callable[..., Tensor], str] = {
+    random_mask: "float keep",
+    random_uniform: "ScalarType dtype",
+    random_normal: "ScalarType dtype",
+    random_integers: "int low, int high, ScalarType dtype",
+}
+
+
+def _fake(key: Tensor, op: int, shape: Sequence[int], *parameters: Any, device: Device = None, **shard: Any) -> Tensor:
+    dtypes = [value for value in parameters if isinstance(value, torch.dtype)]
+    return torch.empty(shape, dtype=dtypes[0] if dtypes else torch.bool, device=device)
+
+
+def _register() -> Any:
+    library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for function, parameters in _SCHEMAS.items():
+        name = function.__name__
+        library.define(f"{name}(Tensor key, SymInt op, SymInt[] shape, {parameters}, {_SHARD}) -> Tensor")
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"autopar::{name}", _fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()
+"""Kept alive: dropping it would unregister the ops."""
+
+LOWERED: dict[OpOverload, Callable[..., Tensor]] = {
+    getattr(torch.ops.autopar, function.__name__).default: function for function in _SCHEMAS
+}
+"""What generated code calls in place of each op."""

@@ -1,0 +1,56 @@
+"""Random ops: the parts of a value, drawn apart and in any blocks, are the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar import random_ops
+from autopar.random_ops import random_integers, random_mask, random_normal, random_uniform, shard_arguments
+from autopar.randomness import bernoulli, stream_key
+
+KEY = torch.tensor(11)
+
+
+def test_an_element_is_a_function_of_its_place() -> None:
+    index = torch.arange(6 * 10).view(6, 10)
+    assert torch.equal(random_mask(KEY, 4, [6, 10], 0.5), bernoulli(stream_key(11, 4), index, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("local", "part"),
+    [
+        ((2, 3, 5, 7), (slice(2, 4), slice(0, 3), slice(0, 5), slice(0, 7))),
+        ((4, 1, 5, 7), (slice(0, 4), slice(2, 3), slice(0, 5), slice(0, 7))),
+        ((2, 3, 1, 7), (slice(0, 2), slice(0, 3), slice(4, 5), slice(0, 7))),
+        ((2, 1, 5, 1), (slice(2, 4), slice(1, 2), slice(0, 5), slice(6, 7))),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 7, 12, 40, 1 << 15])
+def test_a_shard_is_its_part_in_blocks_of_any_size(local, part, block, monkeypatch) -> None:
+    sizes = (4, 3, 5, 7)
+    whole = random_uniform(KEY, 0, sizes, torch.float64)
+    monkeypatch.setitem(random_ops._BLOCK, "cpu", block)
+    assert torch.equal(random_uniform(KEY, 0, sizes, torch.float64), whole)
+    kept, strides, own = shard_arguments(sizes, local)
+    offset = sum(piece.start * stride for piece, stride in zip(part, own, strict=True))
+    drawn = random_uniform(KEY, 0, local, torch.float64, sizes=kept, strides=strides, offset=offset)
+    assert torch.equal(drawn, whole[part])
+
+
+def test_neighbours_that_lie_together_are_one() -> None:
+    assert shard_arguments([8, 4, 6], [2, 4, 6])[:2] == ([48], [1])
+    assert shard_arguments([8, 4, 6], [8, 4, 3])[:2] == ([32, 3], [6, 1])
+    assert shard_arguments([8, 4, 6], [8, 1, 6])[:2] == ([8, 6], [24, 1])
+
+
+def test_ops_and_keys_draw_other_numbers() -> None:
+    draws = [random_normal(torch.tensor(key), op, [1000], torch.float64) for key in (1, 2) for op in (0, 1)]
+    correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(4)
+    assert correlations.abs().max() < 0.16  # five standard errors
+
+
+def test_dtypes_and_empty_values() -> None:
+    assert random_uniform(KEY, 0, [3], torch.bfloat16).dtype == torch.bfloat16
+    assert random_integers(KEY, 0, [0, 3], 0, 2, torch.int32).shape == (0, 3)
+    assert random_mask(KEY, 0, [], 1.0).item() is True

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopar.pins import Pins
     from autopar.planning import plan
     from autopar.plans import Plan
-    from autopar.rules.table import register_rule as rule
+    from autopar.rules.registered import rule
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ _HOMES = {
     "parallelize": "autopar.decorator",
     "plan": "autopar.planning",
     "reference_rng": "autopar.capture.drawing",
-    "rule": "autopar.rules.table:register_rule",
+    "rule": "autopar.rules.registered",
 }
 
 

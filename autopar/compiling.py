@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
-
-from torch import Tensor
 
 from autopar.capture.graphs import Captured, graph_hash
 from autopar.capture.step import ForwardStep, TrainStep
@@ -30,6 +29,7 @@ from autopar.program.schedule import check_no_deadlock, make_schedule
 from autopar.reshard import Price, Resharder
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, parse_choice
+from autopar.rules.found import require_proven, type_text, write_rules
 
 
 def compile(step: ForwardStep, plan: Plan) -> Program:
@@ -37,9 +37,10 @@ def compile(step: ForwardStep, plan: Plan) -> Program:
     step = step.with_microbatches(plan.microbatches)
     require_valid_for(plan, valid_for(step))
     captured = step.capture()
+    require_proven(captured.graphs, plan.rules)
     units, _ = units_of(captured.gradient.graph)
     cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))
-    graph = annotated(captured, plan.microbatches, cut)
+    graph = annotated(captured, plan.microbatches, cut, plan.rules)
     pipeline = lower(
         graph,
         parsed_choices(graph, plan.choices),
@@ -63,9 +64,10 @@ def _debug(program: Program) -> None:
         raise VerificationError(f"the program differs from the single-device step: {report.first}")
 
 
-def annotated(captured: Captured, microbatches: int, cut: Cut) -> StepGraph:
-    """The step graph of a cut, each node with its leaf rule."""
+def annotated(captured: Captured, microbatches: int, cut: Cut, rules: Mapping[str, str] | None = None) -> StepGraph:
+    """The step graph of a cut, each node with its leaf rule; `rules`: of calls without a row in the table."""
     graph = join(captured, microbatches, cut)
+    write_rules(graph.graph, rules or {})
     annotate_factors(graph.graph, list(graph.state_pairs))
     return graph
 
@@ -121,10 +123,5 @@ def valid_for(step: ForwardStep) -> ValidFor:
     """What a plan for `step` holds for."""
     optimizer = type(step.optimizer).__name__ if isinstance(step, TrainStep) else ""
     precision = step.precision if isinstance(step, TrainStep) else "fp32"
-    shapes = {name: _type_text(tensor) for name, tensor in step.batch_tensors().items()}
+    shapes = {name: type_text(tensor) for name, tensor in step.batch_tensors().items()}
     return ValidFor(graph_hash(step.capture()), shapes, precision, optimizer, step.microbatches)
-
-
-def _type_text(tensor: Tensor) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
-    return f"{kind}[{' '.join(map(str, tensor.shape))}]"

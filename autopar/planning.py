@@ -33,6 +33,7 @@ from autopar.program.parts import Pipeline
 from autopar.report import estimate, spans
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
+from autopar.rules.found import FoundRules, find_rules
 from autopar.rules.table import check_rules
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
@@ -67,11 +68,13 @@ def plan(
     step = step.with_microbatches(pins.microbatches or step.microbatches)
     started = time.perf_counter()
     captured = step.capture()
-    check_rules(captured.gradient.graph)
+    for graph in captured.graphs:
+        check_rules(graph)
+    rules = find_rules(captured.graphs, progress or (lambda _: None))
     captured_s = time.perf_counter() - started
     require_wanted(captured.gradient.graph, pins.recompute)
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
-    search = _Search(step, captured, cluster, pins, float(capacity), progress or (lambda _: None))
+    search = _Search(step, captured, rules, cluster, pins, float(capacity), progress or (lambda _: None))
     found = search.run()
     solved_s = time.perf_counter() - started - captured_s
     return _as_plan(search, found, captured_s, solved_s)
@@ -102,6 +105,7 @@ class _Found:
 class _Search:
     step: ForwardStep
     captured: Captured
+    rules: FoundRules
     cluster: Cluster
     pins: Pins
     capacity: float
@@ -265,7 +269,7 @@ class _Search:
 
     def _graph(self, cut: Cut) -> StepGraph:
         if cut not in self.graphs:
-            self.graphs[cut] = annotated(self.captured, self.step.microbatches, cut)
+            self.graphs[cut] = annotated(self.captured, self.step.microbatches, cut, self.rules.all)
         return self.graphs[cut]
 
     def _setting(self, step: StepGraph, mesh: Mesh) -> Setting:
@@ -359,4 +363,6 @@ def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float)
             found.pipeline, found.built, found.solution, bound, search.cluster, search.capacity, captured_s, solved_s
         ),
         candidates=tuple(search.candidates),
+        found_rules=search.rules.by_experiment,
+        registered_rules=search.rules.registered,
     )

@@ -28,8 +28,9 @@ from typing import Any
 
 from autopar.boundary import parse_json
 from autopar.cluster.cluster import FORBID_UNKNOWN_FIELDS, Cluster
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RuleError
 from autopar.mesh import PIPELINE_AXIS, Mesh
+from autopar.rules.notation import read_rule
 
 FORMAT_VERSION = 1
 LINE_LENGTH = 120
@@ -173,6 +174,10 @@ class Plan:
     pins: tuple[str, ...]
     estimate: Estimate
     candidates: tuple[Candidate, ...] = ()
+    found_rules: dict[str, str] = field(default_factory=dict, hash=False)
+    """Call of an op without a rule → the rule that was found by experiment (`autopar.rules.found.call_text`)."""
+    registered_rules: dict[str, str] = field(default_factory=dict, hash=False)
+    """The same for rules that the user set with `autopar.rule`."""
     format_version: int = FORMAT_VERSION
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS
@@ -189,6 +194,16 @@ class Plan:
         if wrong:
             path, stage = next(iter(wrong.items()))
             raise PlanError(f"plan: node_stage[{path!r}] is {stage}, but there are {len(self.stages)} stages")
+        for call, rule in self.rules.items():
+            try:
+                read_rule(rule)
+            except RuleError as error:
+                raise PlanError(f"plan: rule of {call}: {error}") from None
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """The rule of each call that doesn't have its rule from the table."""
+        return {**self.found_rules, **self.registered_rules}
 
     # -- text ------------------------------------------------------------------------------------------------------
     def __str__(self) -> str:

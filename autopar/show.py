@@ -15,7 +15,7 @@ import html as html_module
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ def summary(plan: Plan) -> list[Table]:
         _parameters(plan),
         _memory(plan),
         _collectives(plan),
+        *map(Table, _rule_lines(plan)),
         Table(_search_line(plan)),
     ]
 
@@ -113,6 +114,7 @@ def explain(plan: Plan, target: str) -> list[Table]:
         ),
         Table("choices", ("node", "stage", "choice", "backward"), tuple(nodes), "nodes"),
         Table("memory of its stages", ("stage", "ranks", "peak_bytes"), tuple(peaks), "memory"),
+        *map(Table, _rule_lines(plan, {_op(key) for key in keys})),
     ]
 
 
@@ -208,6 +210,17 @@ def _collectives(plan: Plan) -> Table:
     return Table("collectives of a rank in a step", columns, tuple(rows))
 
 
+def _rule_lines(plan: Plan, ops: Collection[str] | None = None) -> list[str]:
+    """`"found by experiment: mylib.op: b s d, d -> b s d"`, once for each op and rule: of all ops, or of these."""
+    lines = []
+    for origin, rules in (("found by experiment", plan.found_rules), ("registered", plan.registered_rules)):
+        for call, rule in rules.items():
+            op = call.partition("(")[0].replace("::", ".")
+            if ops is None or ".".join(op.split(".")[:2]) in ops:
+                lines.append(f"{origin}: {op}: {rule}")
+    return list(dict.fromkeys(lines))
+
+
 def _facts(plan: Plan) -> Iterator[tuple[str, Cell]]:
     estimate = plan.estimate
     yield "cluster", str(plan.cluster)
@@ -216,6 +229,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, Cell]]:
     yield "schedule", plan.schedule
     yield "stages", " | ".join(stage.modules for stage in plan.stages)
     yield "pins", ", ".join(plan.pins) or "none"
+    yield "rules", "; ".join(_rule_lines(plan)) or "of the table"
     yield "recomputed", ", ".join(str(row[0]) for row in _grouped((key,) for key in plan.recomputed)) or "none"
     yield "step_s", estimate.objective_s
     yield "bound_s", estimate.bound_s
@@ -233,6 +247,11 @@ def _path(key: str) -> str:
     """The module path of a node key, `"blocks.0.up/linear/forward#0"` or `"param:blocks.0.up.weight"`."""
     kind, colon, name = key.partition(":")
     return name.rpartition(".")[0] if colon and "/" not in kind else key.partition("/")[0]
+
+
+def _op(key: str) -> str:
+    """The op of a node key, "mylib.op"; "" for an input of the step."""
+    return key.rpartition("/")[0].rpartition("/")[2]
 
 
 def _phase_rank(key: str) -> int:

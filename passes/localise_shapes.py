@@ -70,7 +70,7 @@ class Localiser:
         elif node.target in markers.MOVES:
             self._lower_move(node)
         elif node.target is not operator.getitem and node.meta.get("choice"):
-            handler = _HANDLERS.get(op_name(node))
+            handler = _HANDLERS.get(op_name(node), _contiguous_operands if "found_rule" in node.meta else None)
             if handler is not None:
                 with self.graph.inserting_before(node):
                     handler(self, node)
@@ -328,12 +328,15 @@ def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node
 
 def _index_axes(node: Node) -> tuple[list[str], Layout]:
     rule: LeafRule = node.meta["rule"]
-    (_, letter), *_ = rule.indexes
-    return _split_axes(rule, node, letter), tensor_operands(node)[0].meta["layout"]
+    axes = [axis for _, letter in rule.indexes[:1] for axis in _split_axes(rule, node, letter)]
+    return axes, tensor_operands(node)[0].meta["layout"]
 
 
 def _contiguous_operands(localiser: Localiser, node: Node) -> None:
-    """The kernel reads statistics as if they were contiguous (wrong numbers from a strided shard in torch 2.13)."""
+    """For kernels that read operands as if they were contiguous: wrong numbers from a strided shard.
+
+    Torch 2.13's reads statistics so; what a user's kernel does isn't known.
+    """
     for operand in tensor_operands(node):
         if not operand.meta["local_val"].is_contiguous():
             dense = localiser.call(node, aten.clone.default, operand)
@@ -362,7 +365,7 @@ def _mask_result(localiser: Localiser, node: Node, inside: Node) -> None:
 
 
 def _embedding_backward(localiser: Localiser, node: Node) -> None:
-    axes = _split_axes(node.meta["rule"], node, node.meta["rule"].indexes[0][1])
+    axes, _ = _index_axes(node)
     if not axes:
         return
     gradient, index, padding = node_argument(node, 0), node_argument(node, 1), node.args[3]

@@ -112,6 +112,16 @@ def test_order_of_construction_does_not_matter():
     assert shuffled.fingerprint == PLAN.fingerprint
 
 
+def test_rules_come_back_and_are_read():
+    rules = {"my::up(f32[8 8], 1e-05)": "a ([2] b) -> a b; linear 0"}
+    with_rules = dataclasses.replace(PLAN, found_rules=rules, registered_rules={"my::down(f32[8])": "a -> a"})
+    assert Plan.from_json(with_rules.to_json()) == with_rules
+    assert with_rules.rules == {**rules, "my::down(f32[8])": "a -> a"}
+    assert with_rules.fingerprint != PLAN.fingerprint
+    with pytest.raises(PlanError, match=r"rule of my::up.*print\(\)"):
+        dataclasses.replace(PLAN, found_rules={"my::up(f32[8 8])": "print() -> a"})
+
+
 def test_fingerprint_is_of_the_decisions():
     slower = dataclasses.replace(ESTIMATE, solve_s=99.0)
     assert dataclasses.replace(PLAN, estimate=slower, candidates=()).fingerprint == PLAN.fingerprint

@@ -49,6 +49,21 @@ def test_explain_a_module_that_splits_nothing():
     assert show.json_tables(tables)["memory"] == [{"stage": 1, "ranks": "all", "peak_bytes": 5 * 2**20}]
 
 
+def test_rules_that_the_table_lacks_have_a_line_each():
+    found = {"my::up(f32[8 8])": "a b -> a b; linear 0", "my::up(f32[4 8])": "a b -> a b; linear 0"}
+    with_rules = replace(plan(), found_rules=found, registered_rules={"my::norm(f32[8])": "[a] -> [a]"})
+    lines = show.text(with_rules).splitlines()
+    assert lines.count("found by experiment: my.up: a b -> a b; linear 0") == 1
+    assert "registered: my.norm: [a] -> [a]" in lines
+    named = replace(with_rules, choices={"layers.1.up/my.up/forward#0": "dp=a"})
+    captions = [table.caption for table in show.explain(named, "layers.1")]
+    assert captions[-1] == "found by experiment: my.up: a b -> a b; linear 0"
+    assert ("rules", "of the table", "registered: my.norm: [a] -> [a]") in [
+        tuple(row.values())
+        for row in show.json_tables(show.difference(plan(), replace(with_rules, found_rules={})))["plan"]
+    ]
+
+
 def test_explain_nothing():
     with pytest.raises(
         PlanError, match=r"'layer': no module or node of the plan; its modules are layers\.0, layers\.0\.up"

@@ -101,6 +101,11 @@ class Captured:
     constants: dict[str, Tensor] = field(default_factory=dict)
     """Values of `buffer` placeholders that the model doesn't own: constants made in the forward ("_constant0")."""
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The gradient graph, then the update templates."""
+        return (self.gradient.graph, *(update.graph.graph for update in self.updates))
+
 
 # -- reading graphs --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from autopar.rules.notation import BoundRule, Linear
+from autopar.rules.notation import BoundRule, Linear, parse_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ Rows = dict[str, Entry]
 
 def texts(linear: str, *rules: str) -> Entry:
     """A row in the notation; `"0|1"` is linear in each operand alone, `"01"` in both jointly."""
-    return Entry(rules, tuple(tuple(map(int, part)) for part in linear.split("|")) if linear else ())
+    return Entry(rules, parse_linear(linear))
 
 
 def by(function: Callable[[Node], BoundRule]) -> Entry:

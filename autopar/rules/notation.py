@@ -6,6 +6,8 @@
     "v d, {v}... -> ... d"   the second operand's values index `v`: localised by offset and mask
     "a b -> a +max"          the reduction of what vanishes, when it isn't a sum
     "1 -> a"                 a letter only on the right: the value is constant along it, or the op knows its offset
+    "([2] a) -> ([2] a)"     a number is a whole part of that size
+    "a, () -> a; linear 0"   `()` has no dims; partial sums pass through operand 0 (`read_rule`)
 
 Invariants of a `BoundRule`:
 - every dim of every operand and result is a tuple of letters whose sizes multiply to the dim's size;
@@ -17,9 +19,11 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import RuleError
+from autopar.layout import REDUCTIONS
 
 Shape = tuple[int, ...]
 Linear = tuple[tuple[int, ...], ...]
@@ -71,7 +75,56 @@ def parse_rule(text: str, linear: Linear = ()) -> Rule:
     if not arrow:
         raise RuleError(f"rule {text!r}: expected 'operands -> results'")
     operands = tuple(_parse_value(part, text) for part in left.split(",")) if left.strip() else ()
-    return Rule(operands, tuple(_parse_value(part, text) for part in right.split(",")), linear)
+    rule = Rule(operands, tuple(_parse_value(part, text) for part in right.split(",")), linear)
+    _require_sound(rule, text)
+    return rule
+
+
+def read_rule(text: str) -> Rule:
+    """A rule with its linear operands: the inverse of `rule_text`."""
+    body, mark, linear = text.partition("; linear")
+    return parse_rule(body, parse_linear(linear.strip()) if mark else ())
+
+
+def rule_text(
+    operands: Sequence[Sequence[str]], results: Sequence[Sequence[str]], reductions: Sequence[str], linear: Linear = ()
+) -> str:
+    """`"a k, k -> a +max; linear 0"` from the words of each value's dims, and the reduction of each result or ""."""
+    left = ", ".join(" ".join(words) or "()" for words in operands)
+    marks = [f"+{op}" if op not in ("", "sum") else "" for op in reductions]
+    right = ", ".join(" ".join([*words, mark]).strip() or "()" for words, mark in zip(results, marks, strict=True))
+    return f"{left} -> {right}" + (f"; linear {_linear_text(linear)}" if linear else "")
+
+
+def _linear_text(linear: Linear) -> str:
+    return "|".join("".join(map(str, g)) if max(g) < 10 else ",".join(map(str, (*g, ""))) for g in linear)
+
+
+def parse_linear(text: str) -> Linear:
+    """`"0|1"`: linear in each alone; `"01"` or `"0,1"`: in both jointly. Raises `RuleError`."""
+    groups = [part.split(",") if "," in part else list(part) for part in text.split("|")] if text else []
+    words = [[word.strip() for word in group if word.strip()] for group in groups]
+    if not all(group and all(word.isdigit() for word in group) for group in words):
+        raise RuleError(
+            f"linear operands {text!r}: expected numbers of operands, as in '0|1' (each alone) or '01' (both)"
+        )
+    return tuple(tuple(map(int, group)) for group in words)
+
+
+def _require_sound(rule: Rule, text: str) -> None:
+    """Raises `RuleError` for what parses but means nothing."""
+    for spec in (*rule.operands, *rule.results):
+        letters = [letter for dim in spec.dims for letter in dim if not letter.isdigit()]
+        twice = next((letter for letter in letters if letters.count(letter) > 1), None)
+        if twice is not None:
+            raise RuleError(f"rule {text!r}: {twice!r} stands twice in one value; give each dim a letter of its own")
+        if spec.reduction not in REDUCTIONS:
+            raise RuleError(
+                f"rule {text!r}: +{spec.reduction} is no reduction; expected one of {', '.join(REDUCTIONS)}"
+            )
+    beyond = [i for group in rule.linear for i in group if i >= len(rule.operands)]
+    if beyond:
+        raise RuleError(f"rule {text!r}: linear in operand {beyond[0]}, but it has {len(rule.operands)} (from 0 on)")
 
 
 def _parse_value(part: str, text: str) -> ValueSpec:
@@ -82,11 +135,15 @@ def _parse_value(part: str, text: str) -> ValueSpec:
     whole, indexes, reduction = set(), None, "sum"
     group: list[str] | None = None
     for token in tokens:
-        if token == "(":
+        if token == "(" and group is None:
             group = []
-        elif token == ")":
-            dims.append(tuple(group or ()))
+        elif token == ")" and group is not None:
+            if not group and len(tokens) > 2:
+                raise RuleError(f"rule {text!r}: () has no dims, so that it stands alone; got {part.strip()!r}")
+            dims.extend([tuple(group)] if group else [])
             group = None
+        elif token in "()":
+            raise RuleError(f"rule {text!r}: parentheses don't match in {part.strip()!r}")
         elif token[0] == "{":
             indexes = token[1:-1]
         elif token[0] == "+":
@@ -99,6 +156,8 @@ def _parse_value(part: str, text: str) -> ValueSpec:
                 group.append(name)
             else:
                 dims.append(() if name == "1" else (name,))
+    if group is not None:
+        raise RuleError(f"rule {text!r}: parentheses don't match in {part.strip()!r}")
     return ValueSpec(tuple(dims), frozenset(whole), indexes, reduction)
 
 
@@ -114,8 +173,9 @@ def bind(
             f"rule has {len(rule.operands)} operands and {len(rule.results)} results, "
             f"the op has {len(operand_shapes)} and {len(result_shapes)}"
         )
-    known = dict(sizes or {})
     specs = [*rule.operands, *rule.results]
+    numbers = {letter: int(letter) for spec in specs for dim in spec.dims for letter in dim if letter.isdigit()}
+    known = {**numbers, **(sizes or {})}
     shapes = [*operand_shapes, *result_shapes]
     dots = max(len(shape) - len(spec.dims) + 1 for spec, shape in zip(specs, shapes, strict=True))
     expanded = [_expand_dots(spec.dims, shape, dots) for spec, shape in zip(specs, shapes, strict=True)]
@@ -126,7 +186,7 @@ def bind(
         operands=bound[:count],
         results=bound[count:],
         sizes=known,
-        whole=frozenset().union(*(spec.whole for spec in specs)),
+        whole=frozenset(numbers).union(*(spec.whole for spec in specs)),
         indexes={i: spec.indexes for i, spec in enumerate(rule.operands) if spec.indexes},
         reductions=tuple(spec.reduction for spec in rule.results),
         linear=rule.linear,

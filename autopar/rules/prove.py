@@ -23,11 +23,11 @@ from autopar.program.promote import default_float64, promote_graph, promoted
 from autopar.program.virtual import Lockstep
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, choice_text, enumerate_choices, operand_layouts, result_layouts
+from autopar.rules.experiment import TOLERANCE, at_shapes, difference, draw_like, run
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import op_name, result_values, tensor_operands
+from autopar.rules.nodes import op_name, result_values, shapes_of, tensor_operands
 from passes.localise_shapes import localise_graph
 
-TOLERANCE = 1e-9
 Sample = Callable[[Node, torch.Generator], Tensor]
 
 
@@ -77,6 +77,35 @@ def prove(
         tried = [_try(node, mesh, choice, inputs, whole) for choice in picked]
     executed = [found for found in tried if found is not None]
     return len(executed), [c for found in executed for c in found]
+
+
+def refute(node: Node, text: str, meshes: Sequence[Mesh]) -> Counterexample | None:
+    """The first choice of the rule `text` under which shards of `node` don't combine to the whole, or None.
+
+    Raises `RuleError` where the rule doesn't fit the node's operands and results at all.
+    """
+    probe = at_shapes(node, shapes_of(node)[0])  # each operand a value of its own: `f(x, x)` may split them apart
+    probe.meta["found_rule"] = text
+    kinds = [(mesh, kind) for mesh in meshes for kind in ("positive", "ties")[: 3 - len(mesh.spmd.axes)]]
+    for mesh, kind in kinds:
+
+        def sample(operand: Node, generator: torch.Generator, kind: str = kind) -> Tensor:
+            return draw_like(operand, kind, generator)
+
+        if kind == "positive" or _takes(probe, kind):
+            _, wrong = prove(probe, mesh, sample)
+            if wrong:
+                return wrong[0]
+    return None
+
+
+def _takes(probe: Node, kind: str) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    try:
+        run(probe, [draw_like(operand, kind, generator) for operand in tensor_operands(probe)])
+    except Exception:
+        return False
+    return True
 
 
 def _inputs(node: Node, rule: LeafRule, sample: Sample, generator: torch.Generator) -> dict[str, Tensor]:
@@ -188,11 +217,4 @@ def _difference(got: list[Any], index: int, several: bool, layout: Layout, expec
         own: Tensor = value[index] if several else value
         return own
 
-    combined = layout.unshard(local, mesh)
-    if combined.shape != expected.shape or combined.dtype != expected.dtype:
-        return float("inf")
-    a, b, finite = combined.double(), expected.double(), expected.double().isfinite()
-    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
-        return float("inf")
-    a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / (1 + b.abs().max())) if a.numel() else 0.0
+    return difference(layout.unshard(local, mesh), expected)

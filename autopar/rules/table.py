@@ -9,13 +9,12 @@ ops have one rule from their tag.
 from __future__ import annotations
 
 import operator
-import warnings
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from autopar.errors import CaptureError, RuleError
+from autopar.errors import CaptureError
 from autopar.rules import (
     along,
     attention,
@@ -31,10 +30,10 @@ from autopar.rules import (
     reductions,
     views,
 )
-from autopar.rules.entries import Entry, Rows, texts
+from autopar.rules.entries import Entry, Rows
 from autopar.rules.letters import whole
 from autopar.rules.nodes import is_pointwise, is_random, op_name, shapes_of
-from autopar.rules.notation import BoundRule, bind, fits, parse_rule
+from autopar.rules.notation import BoundRule, Rule, bind, fits, parse_rule, read_rule
 
 _ROWS: Rows = {
     **matmul.ROWS,
@@ -53,17 +52,18 @@ _ROWS: Rows = {
 }
 
 
+_TRUSTED_TAGS = ("aten", "prims", "autopar")
+"""Namespaces whose ops are what their tags say; others are tried."""
+
+
 def has_rule(node: Node) -> bool:
     """Whether the table, or the pointwise tag, says how the op may be split."""
-    return _entry(node) is not None
+    entry = _entry(node)
+    return entry is not None and (entry.function is not None or _fitting(entry, node) is not None)
 
 
 def check_rules(graph: Graph) -> None:
-    """Warns of each op without a rule, and refuses random ones: every rank would draw numbers of its own.
-
-    Raises `CaptureError` naming the user's line.
-    """
-    told: set[str] = set()
+    """Refuses random ops: every rank would draw numbers of its own. Raises `CaptureError` naming the user's line."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
@@ -73,29 +73,23 @@ def check_rules(graph: Graph) -> None:
                 f"{name} ({where}) draws numbers of its own on every rank; draw with torch's random functions in the "
                 "model, or pass the numbers in with the batch"
             )
-        if not has_rule(node) and name not in told:
-            told.add(name)
-            warnings.warn(
-                f"{name} ({where}) has no sharding rule: it runs whole on every rank; add one with autopar.rule",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 def rule_of(node: Node) -> BoundRule:
-    """The rule of a call node at its real shapes; ops without one are whole on every device."""
+    """The rule of a call node at its real shapes: `meta["found_rule"]`, or the table's; others are whole everywhere."""
+    if "found_rule" in node.meta:
+        return bind(read_rule(node.meta["found_rule"]), *shapes_of(node))
     entry = _entry(node)
-    if entry is None:
-        return whole(node)
-    if entry.function is not None:
+    if entry is not None and entry.function is not None:
         return entry.function(node)
-    operands, results = shapes_of(node)
-    for text in entry.texts:
-        rule = parse_rule(text, entry.linear)
-        if fits(rule, operands, results):
-            return bind(rule, operands, results)
-    found = ", ".join(str(list(shape)) for shape in operands)
-    raise RuleError(f"{op_name(node)}: no rule for operands {found}; its rules are {' | '.join(entry.texts)}")
+    rule = _fitting(entry, node) if entry is not None else None
+    return whole(node) if rule is None else bind(rule, *shapes_of(node))
+
+
+def _fitting(entry: Entry, node: Node) -> Rule | None:
+    """The first of the op's rules that fits the node's operands and results."""
+    rules = (parse_rule(text, entry.linear) for text in entry.texts)
+    return next((rule for rule in rules if fits(rule, *shapes_of(node))), None)
 
 
 def _entry(node: Node) -> Entry | None:
@@ -106,9 +100,5 @@ def _entry(node: Node) -> Entry | None:
     if entry is not None or not isinstance(target, torch._ops.OpOverload):
         return entry
     draws = is_random(node)  # a shard would draw other numbers than the whole
-    return Entry(function=pointwise.pointwise) if is_pointwise(target) and not draws else None
-
-
-def register_rule(name: str, text: str, linear: str = "") -> None:
-    """Adds a row for a user's own op."""
-    _ROWS[name.replace("::", ".")] = texts(linear, text)
+    is_trusted = target.namespace in _TRUSTED_TAGS and is_pointwise(target) and not draws
+    return Entry(function=pointwise.pointwise) if is_trusted else None

@@ -136,7 +136,7 @@ def split_share(step: TrainStep, found: Plan, axis: str = "tp") -> float:
     captured = step.capture()
     units, _ = units_of(captured.gradient.graph)
     cut = Cut(units, tuple(stage_of(found.node_stage, unit) for unit in units))
-    graph = annotated(captured, found.microbatches, cut)
+    graph = annotated(captured, found.microbatches, cut, found.rules)
     choices = parsed_choices(graph, found.choices)
     total = split = 0.0
     for node in graph.graph.nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import RuleError
-from autopar.rules.notation import BoundRule, bind, parse_rule
+from autopar.rules.notation import BoundRule, ValueSpec, bind, parse_rule, read_rule, rule_text
 
 Shape = tuple[int, ...]
 
@@ -48,11 +48,58 @@ def test_long_names_are_one_factor() -> None:
     assert parse_rule("batch seq -> batch seq").operands[0].dims == (("batch",), ("seq",))
 
 
-@pytest.mark.parametrize("text", ["m k, k n", "m ? -> m", "m k => m", "m-k -> m", "a [b c] -> a"])
+MALFORMED = ["m k, k n", "m ? -> m", "m k => m", "m-k -> m", "a [b c] -> a", "(a b -> a", "a) -> a", "a a -> a"]
+
+
+@pytest.mark.parametrize("text", [*MALFORMED, "a b -> a +most"])
 def test_malformed_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(RuleError) as error:
         parse_rule(text)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b, b -> a",
+        "a (b [4]) -> a",
+        "a b -> a +max, b",
+        "() -> (); linear 0",
+        "a, a -> a; linear 0|1",
+        "a, 1 -> a; linear 01",
+    ],
+)
+def test_text_of_a_rule_is_read_back(text: str) -> None:
+    rule = read_rule(text)
+    words = [[_word(dim, spec) for dim in spec.dims] for spec in (*rule.operands, *rule.results)]
+    count, reductions = len(rule.operands), [spec.reduction for spec in rule.results]
+    assert rule_text(words[:count], words[count:], reductions, rule.linear) == text
+
+
+def _word(dim: tuple[str, ...], spec: ValueSpec) -> str:
+    words = [f"[{name}]" if name in spec.whole else name for name in dim]
+    return "1" if not words else words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+def test_linear_operands_beyond_nine_are_apart_by_commas() -> None:
+    linear = ((0, 11), (12,), (3,))
+    text = rule_text([["a"]] * 13, [["a"]], [""], linear)
+    assert text.endswith("; linear 0,11,|12,|3")
+    assert read_rule(text).linear == linear
+
+
+@pytest.mark.parametrize("text", ["a -> a; linear x", "a -> a; linear 1", "a -> a; linear |"])
+def test_malformed_linear_operands_are_refused(text: str) -> None:
+    with pytest.raises(RuleError, match="linear"):
+        read_rule(text)
+
+
+def test_a_number_is_a_whole_part_of_that_size() -> None:
+    rule = bound("a ([2] b) -> a b", [(6, 24)], [(6, 12)])
+    assert rule.sizes == {"a": 6, "b": 12, "2": 2}
+    assert rule.whole == {"2"}
+    with pytest.raises(RuleError, match="size 9"):
+        bound("a ([2] b) -> a b", [(6, 9)], [(6, 4)])
 
 
 # -- binding -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from autopar.rules.entries import Entry, by, texts
 from autopar.rules.examples import index, node_of, t
 from autopar.rules.notation import BoundRule
 from autopar.rules.prove import Counterexample, prove
-from autopar.rules.table import _ROWS, register_rule, rule_of
+from autopar.rules.table import _ROWS
 
 aten, own = torch.ops.aten, torch.ops.autopar
 assert composites.LOWERED
@@ -129,15 +129,3 @@ def test_one_value_in_two_layouts_is_left_out() -> None:
     executed, wrong = prove(node_of(aten.mm.default, square, square), Mesh.parse("x=2"))
     assert not wrong
     assert executed == 1  # nothing split; of the others none has x in one layout
-
-
-# -- rules of the user's ---------------------------------------------------------------------------------------
-def test_a_rule_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = node_of(aten.cross.default, t(4, 3), t(4, 3), dim=1)
-    assert rule_of(node).whole, "no rule yet"
-    register_rule("aten::cross", "a [b], a [b] -> a [b]", "0|1")
-    try:
-        executed, wrong = prove(node, Mesh.parse("x=2"))
-        assert executed == 4 and not wrong
-    finally:
-        del _ROWS["aten.cross"]

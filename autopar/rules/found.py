@@ -1,0 +1,181 @@
+"""The rules of calls that the table doesn't cover: registered by the user, found by experiment, or given by a plan.
+
+    found = find_rules([captured.gradient.graph, …])
+    found.by_experiment       # {"mylib::norm(f32[8 64], f32[64], 1e-05)": "a [b], [b] -> a [b]"}
+    write_rules(graph, found.all)
+
+Metadata written: `found_rule` (str, in the form of `notation.read_rule`), which `rule_of` puts before the table.
+
+Invariants:
+- a rule is for one call: op, attributes, dtypes and shapes; so equal graphs have equal rules;
+- no rule is used that wasn't proven by execution in this process;
+- ops that draw random numbers, or write to their operands, without saying so are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from autopar.errors import CaptureError, PlanError, RuleError
+from autopar.private import HigherOrderOperator, OpOverload, schema_of
+from autopar.rules.discover import Discovery, discover, tried
+from autopar.rules.nodes import is_random
+from autopar.rules.registered import registered_rule
+from autopar.rules.table import has_rule
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRules:
+    """Rules by call."""
+
+    by_experiment: dict[str, str] = field(default_factory=dict)
+    registered: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def all(self) -> dict[str, str]:
+        return {**self.by_experiment, **self.registered}
+
+
+def find_rules(graphs: Iterable[Graph], progress: Progress = lambda _: None) -> FoundRules:
+    """A rule for each call that has a registered one, or none in the table; warns of those that run whole.
+
+    Raises `RuleError` for a registered rule that is wrong, `CaptureError` for an op that isn't what it says it is.
+    """
+    found, told, known = FoundRules(), set[str](), set[str]()
+    for node in _calls(graphs):
+        call, text = call_text(node), registered_rule(node.target)
+        if call in known or (text is None and has_rule(node)) or is_random(node):
+            continue
+        known.add(call)
+        started = time.perf_counter()
+        discovery = discover(node) if text is None else tried(node, text, thorough=True)
+        _require_honest(node, discovery)
+        if text is not None:
+            found.registered[call] = _require_right(node, text, discovery)
+        elif discovery.rule:
+            found.by_experiment[call] = discovery.rule
+            progress(f"found by experiment in {time.perf_counter() - started:.1f} s: {call}: {discovery.rule}")
+        warning = _warning(node, discovery)
+        if warning and user_name(node) not in told:
+            told.add(user_name(node))
+            warnings.warn(warning, RuntimeWarning, stacklevel=3)
+    return found
+
+
+def write_rules(graph: Graph, rules: Mapping[str, str]) -> None:
+    """Puts each call's rule on its nodes."""
+    ops = {call.partition("(")[0] for call in rules}
+    for node in _calls([graph]):
+        rule = rules.get(call_text(node)) if user_name(node) in ops else None
+        if rule is not None:
+            node.meta["found_rule"] = rule
+
+
+def require_proven(graphs: Iterable[Graph], rules: Mapping[str, str]) -> None:
+    """Proves a plan's rules anew at the calls that they are for; raises `PlanError` with the counterexample."""
+    ops, known = {call.partition("(")[0] for call in rules}, set[str]()
+    for node in _calls(graphs):
+        call = call_text(node) if user_name(node) in ops else ""
+        if call in rules and call not in known:
+            known.add(call)
+            reason = tried(node, rules[call]).reason
+            if reason:
+                raise PlanError(f"plan: the rule {rules[call]!r} of {call} is wrong: {reason}; make the plan anew")
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+def user_name(node: Node) -> str:
+    """The op as users write it: "mylib::norm", "aten::var.correction"; of a call that was made functional, the op's."""
+    inner = next((a for a in (node.target, *node.args) if isinstance(a, OpOverload)), None)
+    if inner is None:
+        return str(getattr(node.target, "__name__", node.target))
+    schema = schema_of(inner)
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def call_text(node: Node) -> str:
+    """One call, its tensors by their types: "mylib::norm(f32[8 64], f32[64], eps=1e-05)"."""
+    words = [*map(_argument_text, node.args), *(f"{k}={_argument_text(v)}" for k, v in node.kwargs.items())]
+    return f"{user_name(node)}({', '.join(words)})"
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, Node):
+        return type_text(argument.meta.get("val"))
+    if isinstance(argument, (tuple, list)):
+        return f"[{', '.join(map(_argument_text, argument))}]"
+    return str(argument)
+
+
+def type_text(value: Any) -> str:
+    """`f32[8 64]`; for what is no tensor, its class."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = str(value.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
+    return f"{kind}[{' '.join(map(str, value.shape))}]"
+
+
+def _calls(graphs: Iterable[Graph]) -> Iterator[Node]:
+    """Calls of ops, plain functions of ours and `getitem` aside."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem and _is_op(node.target):
+                yield node
+
+
+def _is_op(target: Any) -> bool:
+    return isinstance(target, (OpOverload, HigherOrderOperator))
+
+
+# -- what is refused, and what is told ----------------------------------------------------------------------------
+def _where(node: Node) -> str:
+    return f"{user_name(node)} ({node.meta.get('source') or node.meta.get('path') or 'the model'})"
+
+
+def _require_right(node: Node, text: str, discovery: Discovery) -> str:
+    if discovery.rule:
+        return text
+    raise RuleError(
+        f"{_where(node)}: the rule {text!r} is wrong: {discovery.reason}; correct it, or take it out: without "
+        "one, a rule is looked for by experiment"
+    )
+
+
+def _require_honest(node: Node, discovery: Discovery) -> None:
+    seen = discovery.seen
+    if seen is None:
+        return
+    if seen.draws or not seen.repeats:
+        fault = "draws random numbers" if seen.draws else "gave two results for equal operands"
+        raise CaptureError(
+            f"{_where(node)}: it {fault} without saying so, so every rank would get its own; draw them with torch's "
+            "functions in the model and hand them to the op"
+        )
+    if seen.writes is not None:
+        raise CaptureError(
+            f"{_where(node)}: it writes to its tensor operand {seen.writes} without saying so; name it in the op's "
+            "mutates_args, or write to a copy"
+        )
+
+
+def _warning(node: Node, discovery: Discovery) -> str:
+    """What to tell of an op that runs whole, or splits less than it could."""
+    if not discovery.rule:
+        hint = f'; autopar.rule("{user_name(node)}", …) sets one' if isinstance(node.target, OpOverload) else ""
+        return f"{_where(node)} has no sharding rule: it runs whole on every rank, since {discovery.reason}{hint}"
+    if discovery.rounds:
+        return (
+            f"{_where(node)} computes in {discovery.rounds} whatever it is given, so that sums over its shards can't "
+            f"be proven in float64; its rule is {discovery.rule}; let it compute in the dtype of its operands"
+        )
+    return ""

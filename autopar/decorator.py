@@ -143,8 +143,10 @@ def parallelize(
     """A class decorator, with or without arguments; given a module, it adds the same methods to that instance.
 
     `optimizer(params)`: any `torch.optim` optimizer, AdamW by default; `loss(output, batch)`: by default the output
-    itself or its `.loss`. `cluster`, `pin`, `memory`: as for `autopar.plan`. `seed`: of the initial weights of a class;
-    an instance keeps the weights that it has. Raises `CaptureError` for anything but a module or a class of modules.
+    itself or its `.loss`. `cluster`, `pin`, `memory`: as for `autopar.plan`. `seed`: of the step's random ops, and of
+    the initial weights of a class; an instance keeps the weights that it has.
+
+    Raises `CaptureError` for anything but a module or a class of modules.
     """
     options = Options(optimizer, loss, cluster, pin, memory, microbatches, precision, seed)
     if model is None:

@@ -32,8 +32,8 @@ from autopar import randomness
 from autopar.private import OpOverload
 
 _BLOCK = {"cpu": 1 << 15}
-_DEVICE_BLOCK = 1 << 24
-"""Elements drawn at a time: what fits a core's cache; on other devices what bounds the memory for words."""
+_DEVICE_BLOCK = 1 << 20
+"""Elements drawn at a time: as many as have their words, 8 bytes each, in a core's cache, or in a GPU's."""
 
 Device = torch.device | None
 

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from types import CodeType
@@ -134,6 +135,7 @@ _UNTAGGED = {"random", "random_", "binomial", "_sample_dirichlet"}
 """Random ops that torch 2.13 doesn't tag as such."""
 
 
+@functools.cache
 def _may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in _UNTAGGED
 

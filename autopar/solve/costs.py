@@ -33,6 +33,8 @@ CONVOLUTIONS = {"aten.convolution": 1, "aten.convolution_backward": 2}
 """How many convolutions an op does: the backward one each for the gradients of input and weight."""
 _ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}
 """Matmuls of size [s, d] x [d, t] per head: QKᵀ and PV; backward recomputes QKᵀ and adds four (Dao 2022, B.4)."""
+_DRAWN_BYTES = {f"autopar.random_{kind}": 24 * 8 for kind in ("mask", "uniform", "normal", "integers")}
+"""Bytes that a random op moves per element beside its result: a dozen passes over words of 8 bytes, in and out."""
 HEAVY = MATMULS | _GROUPED_MATMULS | CONVOLUTIONS.keys() | _ATTENTION_MATMULS.keys()
 """The ops that take the time, by name: what has operations to count."""
 
@@ -71,7 +73,9 @@ def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Co
     """Seconds of the op on one rank, for each choice."""
     if node.op != "call_function" or is_view(node) or node.target in markers.IDENTITIES:
         return [0.0] * len(choices)
-    widths = tuple(value.element_size() for value in (*(o.meta["val"] for o in tensor_operands(node)), *_results(node)))
+    values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
+    drawn = _DRAWN_BYTES.get(op_name(node), 0)
+    widths = tuple(value.element_size() + drawn for value in values)
     key = ("costs", op_name(node), widths, _results(node)[0].dtype, tuple(choices), mesh, compute)
     rule: LeafRule = node.meta["rule"]
     if key not in rule.memo:

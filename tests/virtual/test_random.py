@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture.step import TrainStep
+from autopar.capture.symbolic import BATCH as BATCH_SIZE
+from autopar.capture.symbolic import SEQUENCE
 from autopar.compiling import compile
 from autopar.mesh import Mesh
 from autopar.planning import plan
@@ -19,7 +22,7 @@ from autopar.program.verify import initial_values, verify
 from autopar.program.virtual import VirtualMesh, Wide, whole_value
 from autopar.randomness import random_keys
 from tests.virtual.random_plans import random_pipeline, wrong
-from tests.virtual.step_models import VOCAB, hf_batch, momentum, step_of, weights_of
+from tests.virtual.step_models import GPT, VOCAB, hf_batch, momentum, step_of, token_batch, weights_of
 from tests.virtual.test_models import verified
 
 localise_shapes: Any = importlib.import_module("passes.localise_shapes")
@@ -113,6 +116,53 @@ def test_a_mask_drawn_by_the_local_index_is_caught(argument: str, monkeypatch: p
     program = compile(step, plan(step, "2xcpu", pin="dp=2" if argument == "offset" else "tp=2"))
     assert any(struck)
     assert not verify(step, program.pipeline, weights_of(step), 1).ok
+
+
+# -- other random ops ------------------------------------------------------------------------------------------------
+class Noisy(nn.Module):
+    """Noise, samples that skip a layer, dropped channels, a random choice, a shuffle."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.gate = nn.Embedding(VOCAB, width), nn.Linear(width, 2)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        x = x + 0.1 * torch.randn_like(x)
+        kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(0.75).div_(0.75)
+        x = x + kept * self.down(F.alpha_dropout(F.dropout1d(self.up(x), 0.25), 0.2, self.training))
+        x = x * F.gumbel_softmax(self.gate(x), tau=2.0)[..., :1]
+        choice = torch.multinomial(torch.rand(x.shape[0], 4), 1).unsqueeze(-1)
+        x = x * (1 + choice) + torch.randint(3, (x.shape[-1],))
+        x = x + x[:, torch.randperm(x.shape[1])]
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
+@functools.cache
+def noisy() -> TrainStep:
+    torch.manual_seed(0)
+    return TrainStep(Noisy(), token_batch(), optimizer=momentum, microbatches=2)
+
+
+def test_numbers_drawn_in_place_into_a_fresh_tensor_are_the_tensor() -> None:
+    names = {node.target for node in noisy().capture().gradient.graph.nodes}
+    assert torch.ops.aten.copy.default not in names and torch.ops.aten.empty_like.default not in names
+
+
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+@pytest.mark.parametrize("pins", ["dp=2", "tp=2"])
+def test_other_random_ops(pins: str) -> None:
+    report = verified(noisy(), "2xcpu", pins, 1)
+    assert report.ok, str(report)
+
+
+def test_mixed_precision_and_symbolic_sizes() -> None:
+    torch.manual_seed(0)
+    step = TrainStep(GPT(layers=1, dropout=0.2), token_batch(), optimizer=momentum, precision="mixed")
+    program = compile(step, plan(step, "2xcpu", pin="tp=2"))
+    assert wrong(step, program.pipeline, 1) == []
+    assert step.symbolic_shapes()["random_mask_1"] == (BATCH_SIZE, SEQUENCE, 8)
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | explain | diff | verify | build | run`.
+"""The command line: `autopar plan | explain | diff | verify | build | run | rules`.
 
     autopar plan train.py:step --cluster 8xh100 --pin "tp=4" -o plan.json
     autopar explain plan.json model.layers.0
@@ -206,6 +206,27 @@ def run(directory: str, steps: int, seed: int, as_json: bool) -> int:
     if as_json and running.is_first_rank():
         _print_json({**told, "steps": metrics})
     return 0
+
+
+@autopar.command(help="List the sharding rules of ops, those that match OP-GLOB; --prove executes them.")
+@click.argument("pattern", metavar="[OP-GLOB]", default="*")
+@click.option("--prove", is_flag=True, help="Run each choice of each rule on shards and compare with the whole op.")
+@_json
+def rules(pattern: str, prove: bool, as_json: bool) -> None:
+    """The table of rules → text; exit status 1 where a shard's numbers contradict a rule."""
+    from autopar.rules import proofs
+
+    rows, found = proofs.listed(pattern), []
+    if not rows:
+        raise PlanError(f"no op with a rule matches {pattern!r}; try 'aten.*mm*', or leave it out")
+    with _progress("proving") as tell:
+        for row in rows if prove else ():
+            tell(row.op)
+            found.append(proofs.proof_of(row))
+    _print_tables(proofs.tables(rows, found), as_json)
+    wrong = [text for proof in found for text in proof.counterexamples]
+    if wrong:
+        raise VerificationError("rules contradicted by execution:\n" + "\n".join(wrong))
 
 
 def _followed(lines: Iterator[dict[str, Any]], quiet: bool) -> list[dict[str, Any]]:

@@ -24,7 +24,9 @@ from autopar.mesh import Mesh
 from autopar.random_ops import shard_arguments
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import argument, node_argument, op_name, tensor_operands
+from passes import local_arguments
 from passes.context import Context
+from passes.local_arguments import local_result, once, set_argument, split_axes
 
 aten = torch.ops.aten
 
@@ -76,6 +78,9 @@ class Localiser:
                     handler(self, node)
             self.run(node)
         else:
+            if op_name(node) in local_arguments.OF_STORAGE:
+                with self.graph.inserting_before(node):
+                    local_arguments.given_strides(self, node)
             self.run(node)
 
     # -- local values ------------------------------------------------------------------------------------------
@@ -150,6 +155,14 @@ class Localiser:
                 index = self.call(node, operator.add, scaled, position)
         assert index is not None
         return self.call(node, operator.mul, index, local_size)
+
+    def scale_result(self, node: Node, divisor: int) -> None:
+        """Divides the node's result, which is one of `divisor` shares."""
+        users = list(node.users)
+        with self.graph.inserting_before(node.next):
+            self.run(node)
+            share = self.call(node, aten.div.Scalar, node, divisor, layout=node.meta["layout"])
+        _replace(node, share, users)
 
     # -- moves -------------------------------------------------------------------------------------------------
     def _lower_move(self, node: Node) -> None:
@@ -226,24 +239,6 @@ _FAKE_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 # -- ops with arguments that speak of global sizes ---------------------------------------------------------------
-def _set_argument(node: Node, index: int, name: str, value: Any) -> None:
-    if name in node.kwargs or len(node.args) <= index:
-        node.kwargs = {**node.kwargs, name: value}
-    else:
-        node.args = (*node.args[:index], value, *node.args[index + 1 :])
-
-
-def _local_result(localiser: Localiser, node: Node) -> list[int]:
-    return list(node.meta["layout"].local_shape(localiser.mesh))
-
-
-def _shape_argument(index: int, name: str) -> Callable[[Localiser, Node], None]:
-    def handle(localiser: Localiser, node: Node) -> None:
-        _set_argument(node, index, name, _local_result(localiser, node))
-
-    return handle
-
-
 def _scaled(localiser: Localiser, layout: Layout, dim: int, index: int) -> int:
     """A bound along `dim` in local terms: chunks shrink with the dim; the far end (2**63 - 1) stays."""
     whole, local = layout.global_shape[dim], layout.local_shape(localiser.mesh)[dim]
@@ -260,7 +255,7 @@ def _slice(localiser: Localiser, node: Node) -> None:
     for index, name in ((2, "start"), (3, "end")):
         bound = argument(node, index, name)
         if bound is not None:
-            _set_argument(node, index, name, _scaled(localiser, layout, dim, bound))
+            set_argument(node, index, name, _scaled(localiser, layout, dim, bound))
 
 
 def _slice_backward(localiser: Localiser, node: Node) -> None:
@@ -268,7 +263,7 @@ def _slice_backward(localiser: Localiser, node: Node) -> None:
     dim = argument(node, 2, "dim") % len(layout.dims)
     bounds = (argument(node, 3, "start"), argument(node, 4, "end"))
     start, end = (_scaled(localiser, layout, dim, bound) for bound in bounds)
-    node.args = (node.args[0], _local_result(localiser, node), dim, start, end, node.args[5])
+    node.args = (node.args[0], local_result(localiser, node), dim, start, end, node.args[5])
 
 
 def _split(localiser: Localiser, node: Node) -> None:
@@ -283,15 +278,7 @@ def _mean(localiser: Localiser, node: Node) -> None:
     operand, result = tensor_operands(node)[0].meta["layout"], node.meta["layout"]
     reduced = [axis for axis, _ in result.partial if operand.position(axis) is not None]
     if reduced:
-        _scale_result(localiser, node, math.prod(localiser.mesh.size(axis) for axis in reduced))
-
-
-def _scale_result(localiser: Localiser, node: Node, divisor: int) -> None:
-    users = list(node.users)
-    with localiser.graph.inserting_before(node.next):
-        localiser.run(node)
-        share = localiser.call(node, aten.div.Scalar, node, divisor, layout=node.meta["layout"])
-    _replace(node, share, users)
+        localiser.scale_result(node, math.prod(localiser.mesh.size(axis) for axis in reduced))
 
 
 def _replace(node: Node, result: Node, users: list[Node]) -> None:
@@ -300,10 +287,6 @@ def _replace(node: Node, result: Node, users: list[Node]) -> None:
         result.meta["key"] = node.meta.pop("key")
     for user in users:
         user.replace_input_with(node, result)
-
-
-def _split_axes(rule: LeafRule, node: Node, letter: str) -> list[str]:
-    return [s.axis for s in node.meta["choice"] if s.factor >= 0 and rule.factors[s.factor].letter == letter]
 
 
 def _localised_index(localiser: Localiser, node: Node, index: Node, axes: list[str], size: int) -> tuple[Node, Node]:
@@ -328,7 +311,7 @@ def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node
 
 def _index_axes(node: Node) -> tuple[list[str], Layout]:
     rule: LeafRule = node.meta["rule"]
-    axes = [axis for _, letter in rule.indexes[:1] for axis in _split_axes(rule, node, letter)]
+    axes = [axis for _, letter in rule.indexes[:1] for axis in split_axes(rule, node, letter)]
     return axes, tensor_operands(node)[0].meta["layout"]
 
 
@@ -369,7 +352,7 @@ def _embedding_backward(localiser: Localiser, node: Node) -> None:
     if not axes:
         return
     gradient, index, padding = node_argument(node, 0), node_argument(node, 1), node.args[3]
-    size = _local_result(localiser, node)[0]
+    size = local_result(localiser, node)[0]
     if isinstance(padding, int) and padding >= 0:
         kept = localiser.call(node, aten.ne.Scalar, index, padding)
         gradient = _masked(localiser, node, gradient, kept)
@@ -393,17 +376,13 @@ def _scatter_add(localiser: Localiser, node: Node) -> None:
         size = table.local_shape(localiser.mesh)[argument(node, 1, "dim")]
         index, inside = _localised_index(localiser, node, node_argument(node, 2), axes, size)
         node.args = (*node.args[:2], index, _masked(localiser, node, node_argument(node, 3), inside))
+    once(0)(localiser, node)
 
 
 def _linear(localiser: Localiser, node: Node) -> None:
     """A partial result takes the bias once."""
     if len(node.args) > 2 and node.args[2] is not None:
         _take_once(localiser, node, 2, [axis for axis, _ in node.meta["layout"].partial])
-
-
-def _added_product(localiser: Localiser, node: Node) -> None:
-    """A product that is partial as `k` is split takes the addend once; one that passes partial sums on, all of it."""
-    _take_once(localiser, node, 0, _split_axes(node.meta["rule"], node, "k"))
 
 
 def _take_once(localiser: Localiser, node: Node, index: int, axes: list[str]) -> None:
@@ -417,7 +396,7 @@ def _take_once(localiser: Localiser, node: Node, index: int, axes: list[str]) ->
 
 def _squeeze(localiser: Localiser, node: Node) -> None:
     """A view: a dim that only a shard has of size 1 must stay."""
-    node.target, node.args, node.kwargs = aten.view.default, (node.args[0], _local_result(localiser, node)), {}
+    node.target, node.args, node.kwargs = aten.view.default, (node.args[0], local_result(localiser, node)), {}
 
 
 def _arange(localiser: Localiser, node: Node) -> None:
@@ -458,34 +437,16 @@ def _drawn(localiser: Localiser, node: Node) -> None:
     for (_, factor), stride in zip(layout.positions(), own, strict=True):
         first = localiser.offset(node, list(factor.axes), factor.local_size(localiser.mesh) * stride)
         begin = first if begin == 0 else begin if first == 0 else localiser.call(node, operator.add, begin, first)
-    _set_argument(node, 2, "shape", _local_result(localiser, node))
+    set_argument(node, 2, "shape", local_result(localiser, node))
     node.kwargs = {**node.kwargs, "sizes": sizes, "strides": strides, "offset": begin}
 
 
-def _convolution_backward(localiser: Localiser, node: Node) -> None:
-    """The bias has as many elements as the local gradient has channels."""
-    if node.args[3] is not None:
-        channels = node_argument(node, 0).meta["layout"].local_shape(localiser.mesh)[1]
-        _set_argument(node, 3, "bias_sizes", [channels])
-
-
 _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
-    "aten.view": _shape_argument(1, "size"),
-    "aten._unsafe_view": _shape_argument(1, "size"),
-    "aten.reshape": _shape_argument(1, "shape"),
-    "aten.expand": _shape_argument(1, "size"),
-    "aten.full": _shape_argument(0, "size"),
-    "aten.zeros": _shape_argument(0, "size"),
-    "aten.ones": _shape_argument(0, "size"),
-    "aten.empty": _shape_argument(0, "size"),
-    "aten.new_zeros": _shape_argument(1, "size"),
-    "aten.new_full": _shape_argument(1, "size"),
-    "aten.new_ones": _shape_argument(1, "size"),
-    "aten.select_backward": _shape_argument(1, "input_sizes"),
+    **local_arguments.HANDLERS,
     "aten.slice": _slice,
     "aten.slice_backward": _slice_backward,
-    "aten.split": _split,
-    "aten.split_with_sizes": _split,
+    **dict.fromkeys(("aten.split", "aten.split_with_sizes"), _split),
+    **dict.fromkeys(("aten.unsafe_split", "aten.unsafe_split_with_sizes"), _split),
     "aten.mean": _mean,
     "aten.native_layer_norm_backward": _contiguous_operands,
     "aten.squeeze": _squeeze,
@@ -494,13 +455,8 @@ _HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
     "aten.gather": _gather,
     "aten.scatter_add": _scatter_add,
     "autopar.linear": _linear,
-    "aten.addmm": _added_product,
-    "aten.baddbmm": _added_product,
     "aten.arange": _arange,
-    "autopar.random_mask": _drawn,
-    "autopar.random_uniform": _drawn,
-    "autopar.random_normal": _drawn,
-    "autopar.random_integers": _drawn,
-    "aten.convolution_backward": _convolution_backward,
+    **dict.fromkeys(("autopar.random_mask", "autopar.random_uniform"), _drawn),
+    **dict.fromkeys(("autopar.random_normal", "autopar.random_integers"), _drawn),
 }
 """Ops whose arguments speak of global sizes or indices, with the rewrite that makes them local."""

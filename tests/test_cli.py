@@ -188,3 +188,33 @@ def test_debug_shows_the_traceback(capsys, model, monkeypatch):
 def test_module_and_script_are_the_same_command():
     command = [sys.executable, "-m", "autopar", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("autopar ")
+
+
+# -- rules -------------------------------------------------------------------------------------------------------
+def test_rules_are_listed(capsys):
+    status, out, _ = run(capsys, "rules", "aten.*mm")
+    assert status == 0
+    assert out.splitlines()[0] == "6 rules"
+    assert "m k, k n -> m n" in out
+
+
+def test_rules_are_proven(capsys):
+    status, out, _ = run(capsys, "rules", "aten.mm", "--prove", "--json")
+    assert status == 0
+    (row,) = json.loads(out)["rules"]
+    assert row["op"] == "aten.mm" and row["linear"] == "0|1" and row["from"] == "table"
+    assert row["executed"] > 40 and row["counterexamples"] == 0 and row["proof_s"] > 0
+
+
+def test_a_wrong_rule_exits_with_1(capsys, monkeypatch):
+    from autopar.rules import table
+    from autopar.rules.entries import texts
+
+    monkeypatch.setitem(table._ROWS, "aten.mm", texts("", "m k, j n -> m n"))
+    status, _, err = run(capsys, "rules", "aten.mm", "--prove")
+    assert status == 1
+    assert "aten.mm.default([6, 4], [4, 12]) on x=2: aten.mm under 'x=k'" in err
+
+
+def test_rules_of_no_op(capsys):
+    assert "no op with a rule matches 'aten.nosuch'" in refused(capsys, "rules", "aten.nosuch")

@@ -18,7 +18,9 @@ from autopar.program.parts import Pipeline, StageProgram, Value
 
 
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for every floating dtype."""
+    """float64 for every floating dtype, complex128 for every complex one."""
+    if dtype.is_complex:
+        return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
 
 
@@ -29,9 +31,18 @@ def promoted(value: Tensor) -> Tensor:
 
 def promote_graph(module: GraphModule) -> GraphModule:
     """A copy of the graph whose dtype arguments and constants are promoted."""
+    graph = promote_nodes(module.graph)
+    root = torch.nn.Module()
+    for name in {str(n.target) for n in graph.nodes if n.op == "get_attr"}:
+        setattr(root, name, promoted(getattr(module, name)))
+    return GraphModule(root, graph)
+
+
+def promote_nodes(nodes: Graph) -> Graph:
+    """A copy of the graph whose dtype arguments are promoted; nodes keep their `meta`."""
     graph = Graph()
     env: dict[torch.fx.Node, torch.fx.Node] = {}
-    output = graph.graph_copy(module.graph, env)
+    output = graph.graph_copy(nodes, env)
     graph.output(output)
     for node in graph.nodes:
         node.args, node.kwargs = pytree.tree_map(
@@ -41,10 +52,7 @@ def promote_graph(module: GraphModule) -> GraphModule:
         )
     for source, copy in env.items():
         copy.meta = source.meta
-    root = torch.nn.Module()
-    for name in {str(n.target) for n in graph.nodes if n.op == "get_attr"}:
-        setattr(root, name, promoted(getattr(module, name)))
-    return GraphModule(root, graph)
+    return graph
 
 
 def promote_pipeline(pipeline: Pipeline) -> Pipeline:

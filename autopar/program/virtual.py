@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar import collectives
@@ -195,25 +195,35 @@ class Lockstep:
 
     mesh: Mesh
 
-    def run(self, graph: GraphModule, inputs: Sequence[Wide], observe: Callable[[Node, Wide], None]) -> list[Wide]:
+    def run(self, module: GraphModule, inputs: Sequence[Wide], observe: Callable[[Node, Wide], None]) -> list[Wide]:
         """The graph's outputs on wide `inputs`, in order."""
+        return self.run_graph(module.graph, inputs, observe, module)
+
+    def run_graph(
+        self,
+        graph: Graph,
+        inputs: Sequence[Wide],
+        observe: Callable[[Node, Wide], None],
+        root: torch.nn.Module | None = None,
+    ) -> list[Wide]:
+        """`run` of a graph whose constants (where it has any) are attributes of `root`."""
         env: dict[Node, Wide] = {}
-        last_use = {used: node for node in graph.graph.nodes for used in node.all_input_nodes}
+        last_use = {used: node for node in graph.nodes for used in node.all_input_nodes}
         waiting = iter(inputs)
-        for node in graph.graph.nodes:
+        for node in graph.nodes:
             if node.op == "output":
                 return [self._arguments(argument, env) for argument in node.args[0]]
-            env[node] = next(waiting) if node.op == "placeholder" else self._value(graph, node, env)
+            env[node] = next(waiting) if node.op == "placeholder" else self._value(root, node, env)
             observe(node, env[node])
             for used in node.all_input_nodes:
                 if last_use[used] is node:
                     del env[used]
         raise AssertionError("the graph has no output node")
 
-    def _value(self, graph: GraphModule, node: Node, env: dict[Node, Wide]) -> Wide:
+    def _value(self, root: torch.nn.Module | None, node: Node, env: dict[Node, Wide]) -> Wide:
         ranks = range(self.mesh.num_ranks)
         if node.op == "get_attr":
-            constant: Any = graph
+            constant: Any = root
             for name in str(node.target).split("."):
                 constant = getattr(constant, name)
             return [constant] * self.mesh.num_ranks

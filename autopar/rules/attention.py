@@ -6,7 +6,8 @@ from torch.fx import Node
 
 from autopar.rules.entries import Rows, by
 from autopar.rules.letters import aligned, from_letters
-from autopar.rules.notation import BoundRule, Dims
+from autopar.rules.nodes import argument, shapes_of
+from autopar.rules.notation import BoundRule, Dims, Shape
 
 
 def _attention_letters(q: Node, k: Node, causal: bool) -> tuple[dict[str, int], set[str]]:
@@ -44,7 +45,37 @@ def attention_backward(node: Node) -> BoundRule:
     return from_letters([_Q, _Q, _KV, _KV, *masks, _Q, _LSE], [_Q, _KV, _KV], sizes, kept, linear=((0,),))
 
 
+_FUSED_Q: Dims = (("b",), ("h",), ("s",), ("d",))
+_FUSED_KV: Dims = (("b",), ("h",), ("t",), ("d",))
+
+
+def _fused(node: Node, q: Shape, k: Shape, causal: bool) -> tuple[list[Dims], dict[str, int], set[str]]:
+    """The mask's dims (where there is one), sizes and whole letters of PyTorch's own attention."""
+    sizes = {"b": q[0], "h": q[1], "s": q[2], "t": k[2], "d": q[3]}
+    mask = node.kwargs.get("attn_mask")
+    full: Dims = (("b",), ("h",), ("s",), ("t",))
+    masks = [aligned(tuple(map(int, mask.meta["val"].shape)), full)] if isinstance(mask, Node) else []
+    return masks, sizes, {"t", "d", *(("s",) if causal else ())}
+
+
+def fused_attention(node: Node) -> BoundRule:
+    """`b h s [d], b h [t] [d], b h [t] [d] -> b h s [d], b h s`"""
+    q, k, *_ = shapes_of(node)[0]
+    masks, sizes, kept = _fused(node, q, k, bool(argument(node, 4, "is_causal", False)))
+    return from_letters([_FUSED_Q, _FUSED_KV, _FUSED_KV, *masks], [_FUSED_Q, _FUSED_Q[:3]], sizes, kept)
+
+
+def fused_attention_backward(node: Node) -> BoundRule:
+    """dq follows the query; dk and dv are partial over split positions."""
+    _, q, k, *_ = shapes_of(node)[0]
+    masks, sizes, kept = _fused(node, q, k, bool(argument(node, 7, "is_causal", False)))
+    operands = [_FUSED_Q, _FUSED_Q, _FUSED_KV, _FUSED_KV, _FUSED_Q, _FUSED_Q[:3], *masks]
+    return from_letters(operands, [_FUSED_Q, _FUSED_KV, _FUSED_KV], sizes, kept, linear=((0,),))
+
+
 ROWS: Rows = {
     "autopar.attention": by(attention),
     "autopar.attention_backward": by(attention_backward),
+    "aten._scaled_dot_product_flash_attention_for_cpu": by(fused_attention),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": by(fused_attention_backward),
 }

@@ -118,14 +118,14 @@ def result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
 
 def _result_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:
     layouts = []
-    for dims, reduction in zip(rule.results, rule.reductions, strict=True):
+    for dims, reduction, same in zip(rule.results, rule.reductions, rule.same, strict=True):
         layout = Layout.whole(rule.factor_sizes(dims))
         for split in choice:
             if split.factor < 0:
                 layout = layout.add_partial(split.axis)
             elif any(split.factor in dim for dim in dims):
                 layout = _split(layout, dims, split)
-            else:
+            elif rule.factors[split.factor].letter not in same:
                 layout = layout.add_partial(split.axis, reduction)
         layouts.append(layout)
     return tuple(layouts)
@@ -169,4 +169,4 @@ def input_rule(factor_sizes: Sizes, atoms: Sizes) -> LeafRule:
             name = f"d{d}" if len(sizes) == 1 else f"d{d}.{i}"
             factors.append(OpFactor(name, size, name, False, True, atoms[d][i]))
         dims.append(tuple(range(start, len(factors))))
-    return LeafRule(tuple(factors), (), (tuple(dims),), (), ("sum",), ())
+    return LeafRule(tuple(factors), (), (tuple(dims),), (), ("sum",), (), (frozenset(),))

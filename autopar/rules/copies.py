@@ -9,7 +9,6 @@ from autopar.rules.entries import Rows, by, texts
 from autopar.rules.letters import from_letters, letters
 from autopar.rules.nodes import result_values, tensor_operands
 from autopar.rules.notation import BoundRule
-from autopar.rules.pointwise import pointwise
 
 
 def copied(node: Node) -> BoundRule:
@@ -29,7 +28,6 @@ ROWS: Rows = {
     "aten.alias": texts("0", "... -> ..."),
     "aten.detach": texts("0", "... -> ..."),
     "aten.lift_fresh_copy": texts("0", "... -> ..."),
-    "aten.copy": by(pointwise),
     "relay": texts("0", "... -> ..."),
     "accumulate": texts("0", "... -> ..."),
 }

@@ -116,11 +116,13 @@ def difference(got: Tensor, expected: Tensor) -> float:
     """The largest difference relative to one plus the largest expected value; infinite where they can't be equal."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return float("inf")
-    a, b, finite = got.double(), expected.double(), expected.double().isfinite()
+    wide = torch.complex128 if expected.dtype.is_complex else torch.float64
+    a, b, finite = got.to(wide), expected.to(wide), expected.isfinite()
     if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
         return float("inf")
     a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / (1 + b.abs().max())) if a.numel() else 0.0
+    relative = float((a - b).abs().max() / (1 + b.abs().max())) if a.numel() else 0.0
+    return relative if relative == relative else float("inf")
 
 
 def is_equal(got: Tensor | None, expected: Tensor | None) -> bool:

@@ -14,11 +14,11 @@ from autopar.rules.pointwise import pointwise
 
 
 def factory_like(node: Node) -> BoundRule:
-    """`new_zeros(x, size)`: the result takes nothing but the dtype from its operand, whose letters don't sum."""
+    """`new_zeros(x, size)`: the result takes nothing but the dtype from its operand, however that is split."""
     (operand,), (result,) = shapes_of(node)
     operand_dims, sizes = letters(operand, "x")
     dims, result_sizes = letters(result, "d")
-    return from_letters([operand_dims], [dims], {**sizes, **result_sizes}, set(sizes))
+    return from_letters([operand_dims], [dims], {**sizes, **result_sizes}, same=[set(sizes)])
 
 
 def drawn(node: Node) -> BoundRule:
@@ -26,6 +26,11 @@ def drawn(node: Node) -> BoundRule:
     rule = factory_like(node)
     return replace(rule, anywhere=frozenset(rule.sizes))
 
+
+_WHOLE_RANGES = (
+    *("linspace", "logspace", "range", "fft_fftfreq", "fft_rfftfreq", "bartlett_window", "blackman_window"),
+    *("hamming_window", "hann_window", "kaiser_window"),
+)
 
 ROWS: Rows = {
     "aten.arange": texts("", "-> a"),
@@ -45,4 +50,11 @@ ROWS: Rows = {
     "autopar.random_uniform": by(drawn),
     "autopar.random_normal": by(drawn),
     "autopar.random_integers": by(drawn),
+    "aten.new_empty": by(factory_like),
+    "aten.new_empty_strided": by(factory_like),
+    "aten.empty_strided": texts("", "-> ..."),
+    "aten.empty_permuted": texts("", "-> ..."),
+    # whole: each element depends on where it stands
+    **dict.fromkeys(("aten.eye", "aten.tril_indices", "aten.triu_indices"), texts("", "-> [a] [b]")),
+    **{f"aten.{name}": texts("", "-> [a]") for name in _WHOLE_RANGES},
 }

@@ -112,6 +112,8 @@ class LeafRule:
     indexes: tuple[tuple[int, str], ...]
     reductions: tuple[str, ...]
     linear: tuple[tuple[int, ...], ...]
+    same: tuple[frozenset[str], ...]
+    """For each result the letters on which it doesn't depend, though they vanish."""
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What was derived from the rule, by what it was derived with; equal rules of a graph share it."""
 
@@ -176,7 +178,13 @@ class FactorInference:
         results = tuple(tuple(indices(dim) for dim in dims) for dims in link.results)
         rule = link.rule
         return LeafRule(
-            tuple(factors), operands, results, tuple(sorted(rule.indexes.items())), rule.reductions, rule.linear
+            tuple(factors),
+            operands,
+            results,
+            tuple(sorted(rule.indexes.items())),
+            rule.reductions,
+            rule.linear,
+            rule.same,
         )
 
     def _leaf_indices(

@@ -17,9 +17,10 @@ def from_letters(
     whole: Collection[str] = (),
     linear: Linear = (),
     indexes: dict[int, str] | None = None,
-    reduction: str = "sum",
+    reduction: str | tuple[str, ...] = "sum",
+    same: Sequence[Collection[str]] | None = None,
 ) -> BoundRule:
-    """A `BoundRule` from letters, those of size 1 dropped."""
+    """A `BoundRule` from letters, those of size 1 dropped; `reduction` of all results, or of each."""
 
     def keep(dims: Dims) -> Dims:
         return tuple(tuple(letter for letter in dim if sizes[letter] != 1) for dim in dims)
@@ -30,8 +31,9 @@ def from_letters(
         sizes,
         frozenset(whole),
         indexes or {},
-        (reduction,) * len(results),
+        (reduction,) * len(results) if isinstance(reduction, str) else reduction,
         linear,
+        same=tuple(map(frozenset, [()] * len(results) if same is None else same)),
     )
 
 

@@ -20,7 +20,15 @@ _POINTWISE_LINEAR: dict[str, Linear] = {
     "aten.div.Tensor": ((0,),),
     "aten.div.Scalar": ((0,),),
     "aten.neg": ((0,),),
+    "aten.positive": ((0,),),
+    "aten.deg2rad": ((0,),),
+    "aten.rad2deg": ((0,),),
+    "aten.true_divide.Tensor": ((0,),),
+    "aten.rsub.Tensor": ((0, 1),),
+    "aten.lerp.Scalar": ((0, 1),),
+    "aten.addcmul": ((0, 1), (0, 2)),
     "aten.where.self": ((1, 2),),
+    "aten.copy": ((1,),),
 }
 """Pointwise ops through which partial sums pass, and in which operands; all others take whole values."""
 
@@ -106,6 +114,12 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
+def takes_gradient(target: Any) -> bool:
+    """Whether the op is a backward, by its schema: linear in its first operand, the gradient."""
+    arguments: list[Any] = list(getattr(getattr(target, "_schema", None), "arguments", ()))
+    return bool(arguments) and arguments[0].name in ("grad_output", "grad_out", "grad")
+
+
 def is_random(node: Node) -> bool:
     """Whether two equal calls may give different values."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -123,6 +137,8 @@ def pointwise_linear(node: Node) -> Linear:
     target: Any = node.target
     name = op_name(node)
     overload = getattr(target, "_overloadname", "")
+    if takes_gradient(target):
+        return ((0,),)
     linear = _POINTWISE_LINEAR.get(f"{name}.{overload}", _POINTWISE_LINEAR.get(name, ()))
     count = len(tensor_operands(node))
     if name in ("aten.add", "aten.sub") and count == 1:

@@ -5,6 +5,7 @@
     "(a b) -> a b"           a dim that is a product of factors, major to minor
     "v d, {v}... -> ... d"   the second operand's values index `v`: localised by offset and mask
     "a b -> a +max"          the reduction of what vanishes, when it isn't a sum
+    "a b, b -> a, b =a"      the second result doesn't depend on `a`: where `a` is split, every device has it whole
     "1 -> a"                 a letter only on the right: the value is constant along it, or the op knows its offset
     "([2] a) -> ([2] a)"     a number is a whole part of that size
     "a, () -> a; linear 0"   `()` has no dims; partial sums pass through operand 0 (`read_rule`)
@@ -31,7 +32,7 @@ Linear = tuple[tuple[int, ...], ...]
 Dims = tuple[tuple[str, ...], ...]
 """The letters of each dim of one value."""
 
-_TOKEN = re.compile(r"\.\.\.|\{\w+\}|\+\w+|\(|\)|\[\w+\]|\w+")
+_TOKEN = re.compile(r"\.\.\.|\{\w+\}|[+=]\w+|\(|\)|\[\w+\]|\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class ValueSpec:
     whole: frozenset[str] = frozenset()
     indexes: str | None = None
     reduction: str = "sum"
+    same: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class BoundRule:
     linear: Linear = ()
     anywhere: frozenset[str] = frozenset()
     """Letters only on the right of which the op makes any part, not just a contiguous one."""
+    same: tuple[frozenset[str], ...] = ()
+    """For each result the letters on which it doesn't depend, though they vanish."""
 
 
 @functools.cache
@@ -132,7 +136,7 @@ def _parse_value(part: str, text: str) -> ValueSpec:
     if "".join(tokens) != re.sub(r"\s", "", part):
         raise RuleError(f"rule {text!r}: can't read {part.strip()!r}")
     dims: list[tuple[str, ...]] = []
-    whole, indexes, reduction = set(), None, "sum"
+    whole, same, indexes, reduction = set(), set(), None, "sum"
     group: list[str] | None = None
     for token in tokens:
         if token == "(" and group is None:
@@ -148,6 +152,8 @@ def _parse_value(part: str, text: str) -> ValueSpec:
             indexes = token[1:-1]
         elif token[0] == "+":
             reduction = token[1:]
+        elif token[0] == "=":
+            same.add(token[1:])
         else:
             if token[0] == "[":
                 whole.add(token[1:-1])
@@ -158,7 +164,7 @@ def _parse_value(part: str, text: str) -> ValueSpec:
                 dims.append(() if name == "1" else (name,))
     if group is not None:
         raise RuleError(f"rule {text!r}: parentheses don't match in {part.strip()!r}")
-    return ValueSpec(tuple(dims), frozenset(whole), indexes, reduction)
+    return ValueSpec(tuple(dims), frozenset(whole), indexes, reduction, frozenset(same))
 
 
 def bind(
@@ -190,7 +196,28 @@ def bind(
         indexes={i: spec.indexes for i, spec in enumerate(rule.operands) if spec.indexes},
         reductions=tuple(spec.reduction for spec in rule.results),
         linear=rule.linear,
+        same=tuple(spec.same for spec in rule.results),
     )
+
+
+def bound_text(rule: BoundRule) -> str:
+    """The rule in the notation: `"m k, k n -> m n"`. Reductions stand where a letter can vanish."""
+    vanishing = {letter for dims in rule.operands for dim in dims for letter in dim} - rule.whole
+    results, reductions = [], []
+    for dims, reduction, same in zip(rule.results, rule.reductions, rule.same, strict=True):
+        gone = vanishing - {letter for dim in dims for letter in dim}
+        results.append([*_dim_words(dims, rule.whole), *(f"={letter}" for letter in sorted(gone & same))])
+        reductions.append(reduction if gone - same else "")
+    operands = [_dim_words(dims, rule.whole, rule.indexes.get(i)) for i, dims in enumerate(rule.operands)]
+    return rule_text(operands, results, reductions).strip()
+
+
+def _dim_words(dims: Dims, whole: frozenset[str], indexes: str | None = None) -> list[str]:
+    def word(dim: tuple[str, ...]) -> str:
+        words = " ".join(f"[{letter}]" if letter in whole else letter for letter in dim)
+        return "1" if not dim else words if len(dim) == 1 else f"({words})"
+
+    return [*([f"{{{indexes}}}"] if indexes else []), *map(word, dims)]
 
 
 def fits(rule: Rule, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> bool:

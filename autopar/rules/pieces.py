@@ -37,6 +37,14 @@ def sliced(node: Node) -> BoundRule:
     return from_letters([outer], [inner], sizes, kept, linear=((0,),))
 
 
+def narrowed(node: Node) -> BoundRule:
+    """A slice, by its start and length."""
+    (big,), (small,) = shapes_of(node)
+    dim, start = argument(node, 1, "dim") % len(big), argument(node, 2, "start")
+    outer, inner, sizes, kept = _chunked(dim, big, small, start + big[dim] if start < 0 else start)
+    return from_letters([outer], [inner], sizes, kept, linear=((0,),))
+
+
 def slice_backward(node: Node) -> BoundRule:
     """The mirror of `sliced`."""
     (small,), (big,) = shapes_of(node)
@@ -94,7 +102,7 @@ def concatenated(node: Node) -> BoundRule:
 
 
 def padded(node: Node) -> BoundRule:
-    """Padded dims are whole."""
+    """Padded dims are whole; linear where zeros are put around."""
     (operand,), (result,) = shapes_of(node)
     dims, sizes = letters(operand, "d")
     pads = argument(node, 1, "pad")  # (before, after) from the last dim on; [1, -1] shifts at an equal size
@@ -102,7 +110,8 @@ def padded(node: Node) -> BoundRule:
     outer = tuple((f"y{d}",) if d in changed else dims[d] for d in range(len(operand)))
     sizes.update({f"y{d}": result[d] for d in changed})
     kept = {name for d in changed for name in (f"d{d}", f"y{d}")}
-    return from_letters([dims], [outer], sizes, kept)
+    is_linear = argument(node, 2, "value", 0) == 0
+    return from_letters([dims], [outer], sizes, kept, linear=((0,),) if is_linear else ())
 
 
 def stacked(node: Node) -> BoundRule:
@@ -144,4 +153,8 @@ ROWS: Rows = {
     "aten.unbind": by(unbound),
     "aten.select_scatter": by(select_scatter),
     "aten.slice_scatter": by(along(2, "dim", 0, ((0, 1),))),
+    "aten.unsafe_split": by(split),
+    "aten.unsafe_split_with_sizes": by(split),
+    "aten.narrow_copy": by(narrowed),
+    "aten._stack": by(stacked),
 }

@@ -20,7 +20,13 @@ def pointwise(node: Node) -> BoundRule:
     return from_letters(operands, results, sizes, linear=pointwise_linear(node))
 
 
-ROWS: Rows = {
-    "aten.max.other": by(pointwise),
-    "aten.min.other": by(pointwise),
-}
+UNTAGGED = (
+    *("_add_relu", "_prelu_kernel", "_prelu_kernel_backward", "complex", "elu_backward", "fill", "floor_divide"),
+    *("hardshrink_backward", "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward"),
+    *("leaky_relu_backward", "log_sigmoid_backward", "log_sigmoid_forward", "masked_fill.Tensor", "mish_backward"),
+    *("polar", "rrelu_with_noise_backward", "rsub.Tensor", "softplus_backward", "softshrink_backward", "zero"),
+    *("copy", "max.other", "min.other", "_standard_gamma_grad"),
+)
+"""Ops that are pointwise, though ATen doesn't tag them."""
+
+ROWS: Rows = {f"aten.{name}": by(pointwise) for name in UNTAGGED}

@@ -9,17 +9,18 @@ that index a factor are drawn from its range, duplicates included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.program.promote import default_float64, promote_graph, promoted
+from autopar.program.promote import default_float64, promote_nodes, promoted, promoted_dtype
 from autopar.program.virtual import Lockstep
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, choice_text, enumerate_choices, operand_layouts, result_layouts
@@ -62,21 +63,45 @@ def single_op(node: Node) -> tuple[Graph, Node]:
 
 
 def prove(
-    node: Node, mesh: Mesh, sample: Sample | None = None, choices: Sequence[Choice] | None = None, seed: int = 0
+    node: Node,
+    mesh: Mesh,
+    sample: Sample | Sequence[Sample] | None = None,
+    choices: Sequence[Choice] | None = None,
+    seed: int = 0,
 ) -> tuple[int, list[Counterexample]]:
-    """Executes every choice of the node's rule on `mesh`; returns how many could be, and the counterexamples.
+    """Executes every choice of the node's rule on `mesh`, on the inputs of each `sample`.
 
-    Choices that no graph of this op alone can have are left out: one value in two layouts, a partial bool.
+    Returns how many executions there were, and the counterexamples. Choices that no graph of this op alone can have
+    are left out: one value in two layouts, a partial bool.
     """
+    samples = (sample,) if sample is None or callable(sample) else tuple(sample)
     with default_float64():
         _, probe = single_op(node)
         rule: LeafRule = probe.meta["rule"]
-        inputs = _inputs(probe, rule, sample or _random_value, torch.Generator().manual_seed(seed))
-        whole = _whole(probe, inputs)
+        trials = [_trial(probe, rule, draw or random_value, torch.Generator().manual_seed(seed)) for draw in samples]
         picked = list(enumerate_choices(rule, mesh) if choices is None else choices)
-        tried = [_try(node, mesh, choice, inputs, whole) for choice in picked]
-    executed = [found for found in tried if found is not None]
-    return len(executed), [c for found in executed for c in found]
+        tried = [found for choice in picked if (found := _try(node, mesh, choice, trials)) is not None]
+    return len(tried) * len(trials), [c for found in tried for c in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Inputs by placeholder, and the op's results on them."""
+
+    inputs: dict[str, Tensor]
+    whole: list[Tensor | None]
+
+
+def _trial(node: Node, rule: LeafRule, sample: Sample, generator: torch.Generator) -> _Trial:
+    inputs = _inputs(node, rule, sample, generator)
+    result = torch.fx.Interpreter(torch.nn.Module(), graph=promote_nodes(node.graph)).run(*inputs.values())
+    return _Trial(inputs, list(result) if isinstance(result, (tuple, list)) else [result])
+
+
+def draw(node: Node, sample: Sample, generator: torch.Generator) -> list[Tensor]:
+    """Values of the node's distinct operands, in order; those that index a factor are drawn from its range."""
+    _, probe = single_op(node)
+    return list(_inputs(probe, probe.meta["rule"], sample, generator).values())
 
 
 def refute(node: Node, text: str, meshes: Sequence[Mesh]) -> Counterexample | None:
@@ -113,35 +138,35 @@ def _inputs(node: Node, rule: LeafRule, sample: Sample, generator: torch.Generat
     values: dict[str, Tensor] = {}
     for i, operand in enumerate(tensor_operands(node)):
         if i in indexed:
-            size = 1
-            for factor in rule.factors:
-                size *= factor.size if factor.letter == indexed[i] else 1
-            shape = tuple(operand.meta["val"].shape)
-            values[operand.name] = torch.randint(0, size, shape, generator=generator)
+            size = math.prod(factor.size for factor in rule.factors if factor.letter == indexed[i])
+            value = operand.meta["val"]
+            values[operand.name] = torch.randint(0, size, tuple(value.shape), generator=generator, dtype=value.dtype)
         else:
             values.setdefault(operand.name, sample(operand, generator))
     return values
 
 
-def _random_value(operand: Node, generator: torch.Generator) -> Tensor:
+def random_value(operand: Node, generator: torch.Generator) -> Tensor:
+    """Floating values in [0.5, 1.5), integers 0 and 1, both parts of complex ones."""
     value = operand.meta["val"]
     shape = tuple(value.shape)
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) > 0.5
+    if value.dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128)
     if not value.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator, dtype=value.dtype)
     return promoted(torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5)
 
 
-def _whole(node: Node, inputs: dict[str, Tensor]) -> list[Tensor | None]:
-    module = promote_graph(GraphModule(torch.nn.Module(), node.graph))
-    result = torch.fx.Interpreter(module).run(*inputs.values())
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+def ties(operand: Node, generator: torch.Generator) -> Tensor:
+    """Few distinct values, negative ones and zero among them."""
+    value = operand.meta["val"]
+    drawn = torch.randint(-2, 3, tuple(value.shape), generator=generator)
+    return drawn > 0 if value.dtype == torch.bool else drawn.to(promoted_dtype(value.dtype))
 
 
-def _try(
-    node: Node, mesh: Mesh, choice: Choice, inputs: dict[str, Tensor], whole: list[Tensor | None]
-) -> list[Counterexample] | None:
+def _try(node: Node, mesh: Mesh, choice: Choice, trials: Sequence[_Trial]) -> list[Counterexample] | None:
     """The counterexamples of one choice; None where it can't be executed alone."""
     graph, probe = single_op(node)
     rule: LeafRule = probe.meta["rule"]
@@ -154,7 +179,7 @@ def _try(
     if any(n.meta["layout"].partial and n.meta["val"].dtype == torch.bool for n in placeholders):
         return None  # no op leaves a bool partial
     try:
-        differences = _execute(graph, probe, mesh, inputs, whole)
+        differences = _execute(graph, probe, mesh, trials)
     except Exception as error:  # a wrong rule may leave shards that the op refuses
         text = choice_text(rule, choice)
         return [Counterexample(op_name(node), text, 0, float("inf"), f"{type(error).__name__}: {error}")]
@@ -165,25 +190,28 @@ def _try(
     ]
 
 
-def _execute(
-    graph: Graph, probe: Node, mesh: Mesh, inputs: dict[str, Tensor], whole: list[Tensor | None]
-) -> list[tuple[int, float]]:
+def _execute(graph: Graph, probe: Node, mesh: Mesh, trials: Sequence[_Trial]) -> list[tuple[int, float]]:
     """Runs the shards; how far each combined result is from the whole one."""
     layouts = result_layouts(probe.meta["rule"], probe.meta["choice"])
     probe.meta["layout"] = _spread(probe, layouts)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    shards = [_shards(inputs[n.name], n.meta["layout"], mesh) for n in placeholders]
-    localise_graph(graph, mesh)
-    module = promote_graph(GraphModule(torch.nn.Module(), graph))
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
-    output.args = ((output.args[0],),)
-    (got,) = Lockstep(mesh).run(module, shards, lambda _node, _wide: None)
+    placeholders = [(n.name, n.meta["layout"]) for n in graph.nodes if n.op == "placeholder"]
+    aligned = _aligned(probe, layouts)
+    is_linear = any(split.linear >= 0 for split in probe.meta["choice"])
     several = isinstance(probe.meta["val"], (tuple, list))
-    return [
-        (index, _difference(got, index, several, layout, expected, mesh))
-        for index, (layout, expected) in enumerate(zip(_aligned(probe, layouts), whole, strict=True))
-        if layout is not None and expected is not None
-    ]
+    localise_graph(graph, mesh)
+    local = promote_nodes(graph)
+    output = next(n for n in reversed(local.nodes) if n.op == "output")
+    output.args = ((output.args[0],),)
+    differences = []
+    for trial in trials:
+        shards = [_shards(trial.inputs[name], layout, mesh) for name, layout in placeholders]
+        (got,) = Lockstep(mesh).run_graph(local, shards, lambda _node, _wide: None)
+        differences += [
+            (index, _difference([rank[index] if several else rank for rank in got], layout, expected, mesh, is_linear))
+            for index, (layout, expected) in enumerate(zip(aligned, trial.whole, strict=True))
+            if layout is not None and expected is not None
+        ]
+    return differences
 
 
 def _spread(node: Node, layouts: tuple[Layout, ...]) -> Any:
@@ -211,10 +239,15 @@ def _shards(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     return locals_
 
 
-def _difference(got: list[Any], index: int, several: bool, layout: Layout, expected: Tensor, mesh: Mesh) -> float:
-    def local(coordinates: dict[str, int]) -> Tensor:
-        value = got[mesh.rank(coordinates)]
-        own: Tensor = value[index] if several else value
-        return own
+def _difference(got: list[Tensor], layout: Layout, expected: Tensor, mesh: Mesh, is_linear: bool) -> float:
+    """How far the combined ranks are from `expected`, or replicas from each other.
 
-    return difference(layout.unshard(local, mesh), expected)
+    Where a linear op divides by 0, addends give inf - inf: there, nothing is compared.
+    """
+    combined = layout.unshard(lambda at: got[mesh.rank(at)], mesh)
+    if is_linear and (combined.shape, combined.dtype) == (expected.shape, expected.dtype):
+        combined = combined.where(expected.isfinite(), expected)
+    apart = [difference(combined, expected)]
+    for axis in set(mesh.names) - {*layout.split_axes, *dict(layout.partial)}:
+        apart += [difference(got[rank], got[group[0]]) for group in mesh.groups(axis) for rank in group[1:]]
+    return max(apart)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 from torch.fx import Node
 
-from autopar.rules.entries import Rows, by
+from autopar.rules.entries import Rows, by, texts
 from autopar.rules.letters import from_letters, letters, whole
-from autopar.rules.nodes import argument, shapes_of
+from autopar.rules.nodes import argument, shapes_of, tensor_operands
 from autopar.rules.notation import BoundRule, Shape
 
 
@@ -116,6 +117,33 @@ def expanded(node: Node) -> BoundRule:
     return from_letters([source], [dims], sizes, linear=((0,),))
 
 
+def strided(node: Node) -> BoundRule:
+    """A view in disguise where the result takes each element of a contiguous operand once; any other is whole."""
+    (operand,), (result,) = shapes_of(node)
+    order = dense_order(node)
+    if order is None:
+        return whole(node)
+    rule = _view_rule(operand, tuple(result[d] for d in order))
+    places = {d: place for place, d in enumerate(order)}
+    (flat,) = rule.results
+    return replace(rule, results=(tuple(flat[places[d]] for d in range(len(result))),))
+
+
+def dense_order(node: Node) -> tuple[int, ...] | None:
+    """The dims of an `as_strided` from the greatest stride to the least, None where it isn't a permuted view."""
+    value, (result,) = tensor_operands(node)[0].meta["val"], shapes_of(node)[1]
+    strides = argument(node, 2, "stride")
+    order = sorted(range(len(result)), key=lambda d: (-strides[d], result[d] != 1, d))
+    expected = 1
+    for d in reversed(order):
+        if result[d] != 1 and strides[d] != expected:
+            return None
+        expected *= result[d]
+    offset = argument(node, 3, "storage_offset") or 0
+    dense = value.is_contiguous() and value.storage_offset() == 0 and offset == 0
+    return tuple(order) if dense and expected == value.numel() and expected else None
+
+
 ROWS: Rows = {
     "aten.t": by(transposed),
     "aten.transpose": by(transposed),
@@ -127,4 +155,8 @@ ROWS: Rows = {
     "aten.unsqueeze": by(viewed),
     "aten.squeeze": by(viewed),
     "aten.expand": by(expanded),
+    "aten._reshape_alias": by(viewed),
+    "aten.as_strided": by(strided),
+    "aten._conj": texts("0", "... -> ..."),
+    "aten._neg_view": texts("0", "... -> ..."),
 }

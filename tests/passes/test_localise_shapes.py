@@ -198,6 +198,27 @@ def test_a_range_split_and_whole_are_equal_bit_for_bit() -> None:
         assert torch.equal(got, torch.zeros(6) + make())
 
 
+def test_an_op_of_storage_finds_the_strides_it_was_captured_with() -> None:
+    """A gathered value is contiguous, where the captured one was transposed."""
+    graph = checked(
+        lambda x: torch.as_strided(torch.relu(x.t()), [6, 3], [1, 6]),
+        {"x": floats(4, 6)},
+        "tp=2",
+        {"batch:x": "tp=d1", "aten.t#0": "tp=d1", "aten.relu#0": "tp=d0"},
+    )
+    assert "all_gather" in {node.target.__name__ for node in graph.nodes if node.op == "call_function"}
+
+
+def test_a_contiguous_as_strided_is_split_as_the_view_that_it_is() -> None:
+    graph = checked(
+        lambda x: torch.as_strided(x, [6, 4], [1, 6]) * 2,
+        {"x": floats(4, 6)},
+        "tp=2",
+        {"batch:x": "tp=d1", "aten.as_strided#0": "tp=g0_0", "aten.mul#0": "tp=d0"},
+    )
+    assert "aten.permute" in kinds(graph)
+
+
 # -- random ops ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("mesh", "choice"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.rules.examples.example import Example, Examples, call, own, t
+from autopar.rules.examples.example import Example, Examples, aten, call, own, t
 
 
 def _attention(heads: int, groups: int, causal: bool, mask_shape: tuple[int, ...] | None = None) -> Example:
@@ -18,6 +18,12 @@ def _attention_backward(heads: int, groups: int, causal: bool, mask_shape: tuple
     return call(own.attention_backward.default, *args)
 
 
+def _fused_backward(causal: bool) -> Example:
+    q, kv = (2, 6, 4, 8), (2, 6, 4 if causal else 3, 8)
+    args = (t(*q), t(*q), t(*kv), t(*kv), t(*q), t(*q[:3]), 0.0, causal)
+    return call(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *args)
+
+
 EXAMPLES: Examples = {
     "autopar.attention": [
         _attention(6, 6, True),
@@ -31,4 +37,17 @@ EXAMPLES: Examples = {
         _attention_backward(6, 3, False),
         _attention_backward(4, 2, False, (2, 1, 6, 6)),
     ],
+    "aten._scaled_dot_product_flash_attention_for_cpu": [
+        call(aten._scaled_dot_product_flash_attention_for_cpu.default, t(2, 6, 4, 8), t(2, 6, 3, 8), t(2, 6, 3, 8)),
+        call(
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            *(t(2, 6, 4, 8), t(2, 6, 4, 8), t(2, 6, 4, 8), 0.0, True),
+        ),
+        call(
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            *(t(2, 6, 4, 8), t(2, 6, 3, 8), t(2, 6, 3, 8)),
+            attn_mask=t(2, 1, 4, 3),
+        ),
+    ],
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": [_fused_backward(False), _fused_backward(True)],
 }

@@ -20,13 +20,18 @@ EXAMPLES: Examples = {
         call(aten.convolution.default, t(6, 12, 5), t(18, 12, 3), t(18), [2], [1], [1], False, [0], 1),
         call(aten.convolution.default, t(6, 12, 5), t(12, 18, 3), None, [2], [1], [1], True, [1], 1),
         call(aten.convolution.default, t(6, 12, 5), t(12, 1, 3), t(12), [1], [1], [1], False, [0], 12),
+        call(aten.convolution.default, t(2, 8, 5), t(24, 2, 3), t(24), [1], [1], [1], False, [0], 4),
+        call(aten.convolution.default, t(2, 12, 5), t(12, 4, 3), None, [2], [1], [1], True, [1], 6),
     ],
     "aten.convolution_backward": [
         _convolution_backward((6, 12, 5, 4), (18, 12, 3, 2), (6, 18, 3, 3), 1, [True, True, False]),
         _convolution_backward((6, 12, 5), (18, 12, 3), (6, 18, 3), 1, [True, True, True]),
         _convolution_backward((6, 12, 5), (18, 12, 3), (6, 18, 3), 1, [False, True, False]),
         _convolution_backward((6, 12, 5), (12, 1, 3), (6, 12, 3), 12, [True, True, True]),
+        _convolution_backward((2, 8, 5), (24, 2, 3), (2, 24, 3), 4, [True, True, True]),
+        _convolution_backward((2, 12, 5), (12, 4, 3), (2, 24, 7), 6, [True, True, True], transposed=True),
         _convolution_backward((6, 12, 5), (12, 18, 3), (6, 18, 7), 1, [True, True, True], transposed=True),
         _convolution_backward((6, 12, 5), (12, 18, 3), (6, 18, 7), 1, [True, True, False], transposed=True),
     ],
+    "aten.conv_tbc": [call(aten.conv_tbc.default, t(5, 2, 4), t(3, 4, 6), t(6), 1)],
 }

@@ -24,7 +24,6 @@ EXAMPLES: Examples = {
     "aten.alias": [call(aten.alias.default, t(4, 6))],
     "aten.detach": [call(aten.detach.default, t(4, 6))],
     "aten.lift_fresh_copy": [call(aten.lift_fresh_copy.default, t(4, 6))],
-    "aten.copy": [call(aten.copy.default, t(6, 12), t(12)), call(aten.copy.default, t(6, 12), t(6, 12))],
     "relay": [call(markers.relay, t(4, 6))],
     "accumulate": [call(markers.accumulate, t(4, 6))],
 }

@@ -19,23 +19,29 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from autopar import composites, random_ops
+from autopar.rules.prove import Sample, random_value, ties
 
 aten, own = torch.ops.aten, torch.ops.autopar
 assert composites.LOWERED and random_ops.LOWERED  # imported for its registration
 
-bf16, f32, f64, i64, i32 = torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32
+bf16, f32, f64, c64 = torch.bfloat16, torch.float32, torch.float64, torch.complex64
+i8, i32, i64 = torch.int8, torch.int32, torch.int64
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One call; `has_values` is False where the result's values are not defined (`aten.empty`)."""
+    """One call; `has_values` is False where the result's values are not defined (`aten.empty`).
+
+    `samples` draw its operands: an op may take nothing but definite matrices, or probabilities.
+    """
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_values: bool = True
+    samples: tuple[Sample, ...] = (random_value, ties)
 
     def node(self) -> Node:
         """The call as a node between placeholders."""
@@ -58,6 +64,32 @@ def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Example:
 def undefined(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Example:
     """An example whose result has a shape, but no defined values."""
     return Example(target, args, kwargs, has_values=False)
+
+
+def drawn(sample: Sample, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Example:
+    """An example whose operands come from `sample` alone."""
+    return Example(target, args, kwargs, samples=(sample,))
+
+
+def definite(operand: Node, generator: torch.Generator) -> Tensor:
+    """Symmetric positive definite matrices."""
+    value = random_value(operand, generator)
+    if value.dim() < 2 or value.shape[-1] != value.shape[-2]:
+        return value
+    return value @ value.mT + torch.eye(value.shape[-1])
+
+
+def factored(operand: Node, generator: torch.Generator) -> Tensor:
+    """Definite matrices, and pivots that exchange nothing: 1, 2, …"""
+    value = operand.meta["val"]
+    if value.dtype.is_floating_point:
+        return definite(operand, generator)
+    return torch.arange(1, value.shape[-1] + 1, dtype=value.dtype).expand(value.shape).clone()
+
+
+def unit(operand: Node, generator: torch.Generator) -> Tensor:
+    """Probabilities, well inside (0, 1)."""
+    return torch.rand(tuple(operand.meta["val"].shape), generator=generator, dtype=f64) * 0.8 + 0.1
 
 
 def t(*shape: int, dtype: torch.dtype = f32) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 
 from autopar.rules.examples.example import Examples, aten, call, f32, i64, index, own, t, undefined
 
+_WINDOWS = ("bartlett", "blackman", "hamming", "hann", "kaiser")
+
 EXAMPLES: Examples = {
     "aten.arange": [
         call(aten.arange.default, 12),
@@ -35,4 +37,17 @@ EXAMPLES: Examples = {
     "autopar.random_uniform": [call(own.random_uniform.default, index(), 1, [6, 4], f32)],
     "autopar.random_normal": [call(own.random_normal.default, index(), 2, [12], f32)],
     "autopar.random_integers": [call(own.random_integers.default, index(), 0, [4, 6], -3, 17, i64)],
+    "aten.new_empty": [undefined(aten.new_empty.default, t(4, 6), [6, 2])],
+    "aten.new_empty_strided": [undefined(aten.new_empty_strided.default, t(4, 6), [6, 2], [1, 6])],
+    "aten.empty_strided": [undefined(aten.empty_strided.default, [4, 6], [1, 4])],
+    "aten.empty_permuted": [undefined(aten.empty_permuted.default, [4, 6], [1, 0])],
+    "aten.eye": [call(aten.eye.default, 6), call(aten.eye.m, 4, 6)],
+    "aten.tril_indices": [call(aten.tril_indices.default, 4, 6)],
+    "aten.triu_indices": [call(aten.triu_indices.default, 4, 6, 1)],
+    "aten.linspace": [call(aten.linspace.default, 0.0, 1.0, 6)],
+    "aten.logspace": [call(aten.logspace.default, 0.0, 1.0, 6)],
+    "aten.range": [call(aten.range.default, 1, 6)],
+    "aten.fft_fftfreq": [call(aten.fft_fftfreq.default, 6)],
+    "aten.fft_rfftfreq": [call(aten.fft_rfftfreq.default, 6)],
+    **{f"aten.{name}_window": [call(getattr(aten, f"{name}_window").default, 6)] for name in _WINDOWS},
 }

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.rules.examples.example import Example, Examples, aten, call, i32, index, mask, t
-
-
-def _embedding_backward(*rows: int, padding: int = -1, by_frequency: bool = False) -> Example:
-    return call(aten.embedding_dense_backward.default, t(*rows, 4), index(*rows), 12, padding, by_frequency)
-
+from autopar.rules.examples.example import Examples, aten, call, i32, index, mask, t
 
 EXAMPLES: Examples = {
     "aten.index": [
@@ -21,11 +16,6 @@ EXAMPLES: Examples = {
         call(aten.embedding.default, t(6, 4), index(8), 3),
         call(aten.embedding.default, t(6, 4), t(12, dtype=i32)),
     ],
-    "aten.embedding_dense_backward": [
-        _embedding_backward(2, 6),
-        _embedding_backward(24, padding=3),
-        _embedding_backward(24, by_frequency=True),
-    ],
     "aten.gather": [
         call(aten.gather.default, t(4, 12), 1, index(4, 6)),
         call(aten.gather.default, t(4, 6), -1, index(2, 3)),
@@ -33,9 +23,25 @@ EXAMPLES: Examples = {
         call(aten.gather.default, index(4, 12), 1, index(4, 1)),
         call(aten.gather.default, mask(4, 12), 1, index(4, 2)),
     ],
-    "aten.scatter_add": [
-        call(aten.scatter_add.default, t(4, 12), 1, index(4, 6), t(4, 6)),
-        call(aten.scatter_add.default, t(12, 4), 0, index(6, 2), t(6, 2)),
-        call(aten.scatter_add.default, t(12, 4), -2, index(8, 4), t(8, 4)),
+    "aten._unsafe_index": [call(aten._unsafe_index.Tensor, t(12, 8, 6), [None, index(6, 1)])],
+    "aten._embedding_bag": [
+        call(aten._embedding_bag.default, t(12, 6), index(8), index(4), False, 1),
+        call(aten._embedding_bag.default, t(12, 6), index(8), index(4), False, 2),
+    ],
+    "aten._embedding_bag_forward_only": [
+        call(aten._embedding_bag_forward_only.default, t(12, 6), index(8), index(4), False, 1),
+    ],
+    "aten.take": [call(aten.take.default, t(4, 12), index(6, 2))],
+    "aten.bucketize": [
+        call(aten.bucketize.Tensor, t(4, 6), t(5)),
+        call(aten.bucketize.Tensor, t(6), t(4), out_int32=True, right=True),
+    ],
+    "aten.searchsorted": [
+        call(aten.searchsorted.Tensor, t(5), t(4, 6)),
+        call(aten.searchsorted.Tensor, t(4, 8), t(4, 6), right=True),
+    ],
+    "aten.isin": [
+        call(aten.isin.Tensor_Tensor, index(4, 6), index(5)),
+        call(aten.isin.Tensor_Scalar, index(4, 6), 1),
     ],
 }

@@ -50,4 +50,18 @@ EXAMPLES: Examples = {
     "aten.unbind": [call(aten.unbind.int, t(6, 2, 12), 1)],
     "aten.select_scatter": [call(aten.select_scatter.default, t(6, 3, 12), t(6, 12), 1, 2)],
     "aten.slice_scatter": [call(aten.slice_scatter.default, t(6, 12), t(6, 4), 1, 2, 6)],
+    "aten.unsafe_split": [
+        call(aten.unsafe_split.Tensor, t(4, 18), 6, 1),
+        call(aten.unsafe_split.Tensor, t(8, 6), 3),
+    ],
+    "aten.unsafe_split_with_sizes": [
+        call(aten.unsafe_split_with_sizes.default, t(4, 12), [6, 6], -1),
+        call(aten.unsafe_split_with_sizes.default, t(4, 12), [6, 4, 2], 1),
+    ],
+    "aten.narrow_copy": [
+        call(aten.narrow_copy.default, t(4, 18), 1, 6, 6),
+        call(aten.narrow_copy.default, t(4, 12), -1, -6, 6),
+        call(aten.narrow_copy.default, t(4, 12), 1, 1, 6),
+    ],
+    "aten._stack": [call(aten._stack.default, [t(6, 12), t(6, 12)], 1)],
 }

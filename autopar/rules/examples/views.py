@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.rules.examples.example import Examples, aten, call, f64, i32, i64, t
+from autopar.rules.examples.example import Examples, aten, c64, call, f64, i32, i64, t
 
 EXAMPLES: Examples = {
     "aten.t": [call(aten.t.default, t(4, 6)), call(aten.t.default, t(6))],
@@ -34,4 +34,14 @@ EXAMPLES: Examples = {
         call(aten.expand.default, t(1, 6), [4, 2, 6]),
         call(aten.expand.default, t(4, 1, 6), [4, 3, -1]),
     ],
+    "aten._reshape_alias": [call(aten._reshape_alias.default, t(4, 6, 3), [24, 3], [3, 1])],
+    "aten.as_strided": [
+        call(aten.as_strided.default, t(4, 6), [6, 4], [1, 6]),
+        call(aten.as_strided.default, t(4, 6), [2, 6, 2], [12, 1, 6], 0),
+        call(aten.as_strided.default, t(24), [4, 1, 6], [6, 6, 1]),
+        call(aten.as_strided.default, t(4, 6), [3, 4], [2, 6], 1),
+        call(aten.as_strided.default, t(4, 6), [4, 6, 2], [6, 1, 0]),
+    ],
+    "aten._conj": [call(aten._conj.default, t(4, 6, dtype=c64))],
+    "aten._neg_view": [call(aten._neg_view.default, t(4, 6))],
 }

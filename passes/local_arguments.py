@@ -67,6 +67,12 @@ def shape_argument(index: int, name: str) -> Handler:
     return handle
 
 
+def _view(localiser: Localiser, node: Node) -> None:
+    """A view as another dtype has no shape to make local."""
+    if not isinstance(argument(node, 1, "size"), torch.dtype):
+        set_argument(node, 1, "size", local_result(localiser, node))
+
+
 def _strided(size: int, stride: int) -> Handler:
     """Arguments for the result's shape and strides: dense ones, in the order of the given."""
 
@@ -213,7 +219,7 @@ OF_STORAGE = frozenset({"aten.as_strided", "aten.as_strided_scatter"})
 """Ops whose arguments speak of an operand's storage: split or not, it has to be as it was."""
 
 HANDLERS: dict[str, Handler] = {
-    "aten.view": shape_argument(1, "size"),
+    "aten.view": _view,
     "aten._unsafe_view": shape_argument(1, "size"),
     "aten.reshape": shape_argument(1, "shape"),
     "aten._reshape_alias": _reshape_alias,

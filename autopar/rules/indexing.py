@@ -102,18 +102,22 @@ def taken(node: Node) -> BoundRule:
     return from_letters([outer, inner], [inner], sizes, kept, ((0,),), indexes)
 
 
-def looked_up(node: Node, values: int) -> BoundRule:
-    """Each element of operand `values` is looked up in the other operands, which are whole."""
+def looked_up(node: Node, values: int, adds_up: bool = False) -> BoundRule:
+    """Each element of operand `values` is looked up in the others, which are whole unless what is found adds up.
+
+    The place in ascending boundaries does: it is the number of those below.
+    """
     operands, (result,) = shapes_of(node)
     dims, sizes = letters(result, "d")
     kept = set[str]()
     others = [whole_letters(shape, f"b{i}_", sizes, kept) for i, shape in enumerate(operands)]
-    return from_letters([dims if i == values else other for i, other in enumerate(others)], [dims], sizes, kept)
+    found = [dims if i == values else other for i, other in enumerate(others)]
+    return from_letters(found, [dims], sizes, () if adds_up else kept)
 
 
 def bucketize(node: Node) -> BoundRule:
-    """The boundaries are whole."""
-    return looked_up(node, 0) if len(shapes_of(node)[0]) == 2 else whole(node)
+    """`… , b -> …`"""
+    return looked_up(node, 0, adds_up=True) if len(shapes_of(node)[0]) == 2 else whole(node)
 
 
 def isin(node: Node) -> BoundRule:
@@ -122,17 +126,17 @@ def isin(node: Node) -> BoundRule:
 
 
 def searchsorted(node: Node) -> BoundRule:
-    """`[s], … -> …`, or row by row `… [s], … v -> … v`."""
+    """`s, … -> …`, or row by row `… s, … v -> … v`; an order given apart needs all."""
     operands, (result,) = shapes_of(node)
     if len(operands) < 2 or not isinstance(node.args[1], Node):
         return whole(node)
     if len(operands[0]) == 1:
-        return looked_up(node, 1)
+        return looked_up(node, 1, adds_up=len(operands) == 2)
     dims, sizes = letters(result, "d")
     sizes["s"] = operands[0][-1]
     rows: Dims = (*dims[:-1], ("s",))
     sorters = [rows] * (len(operands) - 2)
-    return from_letters([rows, dims, *sorters], [dims], sizes, {"s"})
+    return from_letters([rows, dims, *sorters], [dims], sizes, {"s"} if sorters else ())
 
 
 def embedding_bag(node: Node) -> BoundRule:

@@ -70,7 +70,7 @@ ROWS: Rows = {
     "aten.linalg_householder_product": texts("", "... [n] [m], ... [k] -> ... [n] [m]"),
     "aten.linalg_qr": _FACTORS_2,
     "aten.geqrf": texts("", "... [n] [m] -> ... [n] [m], ... [k]"),
-    "aten.ormqr": texts("", "... [n] [m], ... [k], ... [a] [b] -> ... [a] [b]"),
+    "aten.ormqr": texts("2", "... [n] [m], ... [k], ... [a] [b] -> ... [a] [b]"),
     "aten._linalg_svd": texts("", "... [n] [m] -> ... [a] [b], ... [k], ... [c] [d]"),
     "aten._linalg_eigh": texts("", "... [n] [m] -> ... [k], ... [a] [b]"),
     "aten.linalg_eig": texts("", "... [n] [m] -> ... [k], ... [a] [b]"),

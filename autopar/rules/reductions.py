@@ -65,7 +65,11 @@ def histogram(node: Node) -> BoundRule:
 
 def _norm_reduction(order: object) -> str | None:
     """How norms of shards combine without further work; a root of a sum of powers doesn't."""
-    return {float("inf"): "max", float("-inf"): "min", 0.0: "sum"}.get(float(order)) if _is_number(order) else None
+    return (
+        {float("inf"): "max", float("-inf"): "min", 0.0: "sum", 1.0: "sum"}.get(float(order))
+        if _is_number(order)
+        else None
+    )
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -73,7 +77,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def vector_norm(node: Node) -> BoundRule:
-    """`max` for the infinity norm, `min` for its negative, a count for order 0; other orders are whole."""
+    """`max` for the infinity norm, `min` for its negative, sums for orders 0 and 1; other orders are whole."""
     return _reduced(node, _norm_reduction(argument(node, 1, "ord", 2)), "", 2)
 
 

@@ -86,7 +86,8 @@ def _masked_put(node: Node) -> BoundRule:
     first = node.args[1]
     assert isinstance(first, (list, tuple))
     start = next(d for d, index in enumerate(first) if index is not None)
-    return from_letters([dims, dims[start : start + len(masks[0])], ((),) * len(value)], [dims], sizes)
+    operands = [dims, dims[start : start + len(masks[0])], ((),) * len(value)]
+    return from_letters(operands, [dims], sizes, linear=((0, 2),))
 
 
 def embedding_backward(node: Node) -> BoundRule:

@@ -88,6 +88,19 @@ def _assign_spans(
         inner = outer
 
 
+def reinterpreted(node: Node) -> BoundRule:
+    """The same bytes as another dtype: the last dim becomes `(d [r])`, or was; sums don't pass."""
+    (operand,), (result,) = shapes_of(node)
+    if not operand or 0 in operand:
+        return whole(node)
+    dims, sizes = letters(operand, "d")
+    last, ratio = len(operand) - 1, max(operand[-1], result[-1]) // min(operand[-1], result[-1])
+    sizes |= {f"d{last}": min(operand[-1], result[-1]), "r": ratio}
+    wide = (*dims[:-1], (f"d{last}", "r"))
+    left, right = (wide, dims) if operand[-1] > result[-1] else (dims, wide)
+    return from_letters([left], [right], sizes, {"r"})
+
+
 def permuted(node: Node) -> BoundRule:
     """Letters in the order of the dims."""
     (operand,), _ = shapes_of(node)
@@ -149,7 +162,7 @@ ROWS: Rows = {
     "aten.transpose": by(transposed),
     "aten.permute": by(permuted),
     "aten.view": by(viewed),
-    "aten.view.dtype": by(whole),
+    "aten.view.dtype": by(reinterpreted),
     "aten._unsafe_view": by(viewed),
     "aten.reshape": by(viewed),
     "aten.unsqueeze": by(viewed),

@@ -15,7 +15,7 @@ WINDOWS = ("bartlett_window", "blackman_window", "hamming_window", "hann_window"
 UNSPLIT = frozenset(
     f"aten.{name}"
     for name in (
-        *("view.dtype", "scalar_tensor"),  # sizes that would change; no dims
+        *("scalar_tensor",),  # no dims
         *(
             "put",
             "as_strided_scatter",

@@ -87,6 +87,11 @@ def factored(operand: Node, generator: torch.Generator) -> Tensor:
     return torch.arange(1, value.shape[-1] + 1, dtype=value.dtype).expand(value.shape).clone()
 
 
+def ascending(operand: Node, generator: torch.Generator) -> Tensor:
+    """Values that ascend along the last dim, as boundaries do."""
+    return random_value(operand, generator).sort(-1).values
+
+
 def unit(operand: Node, generator: torch.Generator) -> Tensor:
     """Probabilities, well inside (0, 1)."""
     return torch.rand(tuple(operand.meta["val"].shape), generator=generator, dtype=f64) * 0.8 + 0.1

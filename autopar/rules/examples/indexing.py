@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.rules.examples.example import Examples, aten, call, i32, index, mask, t
+from autopar.rules.examples.example import Examples, ascending, aten, call, drawn, i32, index, mask, t
 
 EXAMPLES: Examples = {
     "aten.index": [
@@ -33,15 +33,16 @@ EXAMPLES: Examples = {
     ],
     "aten.take": [call(aten.take.default, t(4, 12), index(6, 2))],
     "aten.bucketize": [
-        call(aten.bucketize.Tensor, t(4, 6), t(5)),
-        call(aten.bucketize.Tensor, t(6), t(4), out_int32=True, right=True),
+        drawn(ascending, aten.bucketize.Tensor, t(4, 6), t(12)),
+        drawn(ascending, aten.bucketize.Tensor, t(6), t(8), out_int32=True, right=True),
     ],
     "aten.searchsorted": [
-        call(aten.searchsorted.Tensor, t(5), t(4, 6)),
-        call(aten.searchsorted.Tensor, t(4, 8), t(4, 6), right=True),
+        drawn(ascending, aten.searchsorted.Tensor, t(12), t(4, 6)),
+        drawn(ascending, aten.searchsorted.Tensor, t(4, 8), t(4, 6), right=True),
+        drawn(ascending, aten.searchsorted.Tensor, t(4, 8), t(4, 6), sorter=index(4, 8)),
     ],
     "aten.isin": [
-        call(aten.isin.Tensor_Tensor, index(4, 6), index(5)),
+        call(aten.isin.Tensor_Tensor, t(4, 6), t(8)),
         call(aten.isin.Tensor_Scalar, index(4, 6), 1),
     ],
 }

@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from autopar import random_ops
+from autopar.mesh import Mesh
 from autopar.random_ops import random_integers, random_mask, random_normal, random_uniform, shard_arguments
 from autopar.randomness import bernoulli, stream_key
+from autopar.rules.examples import node_of, t
+from autopar.rules.examples.example import index
+from autopar.rules.nodes import is_random
+from autopar.rules.prove import single_op
+from autopar.solve.costs import compute_costs
 
 KEY = torch.tensor(11)
 
@@ -54,3 +60,25 @@ def test_dtypes_and_empty_values() -> None:
     assert random_uniform(KEY, 0, [3], torch.bfloat16).dtype == torch.bfloat16
     assert random_integers(KEY, 0, [0, 3], 0, 2, torch.int32).shape == (0, 3)
     assert random_mask(KEY, 0, [], 1.0).item() is True
+
+
+def test_a_random_op_costs_its_passes_over_words() -> None:
+    def seconds(node) -> float:
+        _, probe = single_op(node)
+        (cost,) = compute_costs(probe, [()], Mesh.parse("x=2"), lambda flops, num_bytes, dtype: num_bytes)
+        return cost
+
+    drawn = seconds(node_of(torch.ops.autopar.random_mask.default, index(), 0, [6, 4], 0.5))
+    assert drawn > 100 * seconds(node_of(torch.ops.aten.full.default, [6, 4], True))
+
+
+def test_attention_without_dropout_is_not_random() -> None:
+    attention, dropout = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten.native_dropout,
+    )
+    qkv = [t(2, 2, 6, 4) for _ in range(3)]
+    assert not is_random(node_of(attention, *qkv)) and not is_random(node_of(attention, *qkv, 0.0, True))
+    assert is_random(node_of(dropout.default, t(4, 6), 0.5, True))
+    assert not is_random(node_of(dropout.default, t(4, 6), 0.5, False))
+    assert not is_random(node_of(torch.ops.autopar.random_mask.default, index(), 0, [6], 0.5))

@@ -31,8 +31,9 @@ import autopar.random_ops  # noqa: F401  (registers the ops)
 from autopar.capture.distributions import DRAWS
 from autopar.capture.labels import caller_source
 from autopar.errors import CaptureError
-from autopar.private import OpOverload, TorchDispatchMode, schema_of
+from autopar.private import OpOverload, TorchDispatchMode
 from autopar.randomness import microbatch_key
+from autopar.rules.nodes import is_certain
 
 Device = torch.device | None
 Shape = Sequence[int]
@@ -106,7 +107,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- ops -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _may_draw(func) or _is_certain(func, args, kwargs):
+        if not _may_draw(func) or is_certain(func, args, kwargs):
             return func(*args, **kwargs)
         generator = kwargs.pop("generator", None)
         if generator is not None or any(isinstance(argument, torch.Generator) for argument in args):
@@ -138,11 +139,3 @@ _UNTAGGED = {"random", "random_", "binomial", "_sample_dirichlet"}
 @functools.cache
 def _may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in _UNTAGGED
-
-
-def _is_certain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an op that may draw draws nothing: attention without dropout, for one."""
-    named = {a.name: a.default_value for a in schema_of(func).arguments}
-    named |= {**dict(zip(named, args, strict=False)), **kwargs}
-    probability = named.get("dropout_p", named.get("dropout"))
-    return probability == 0 or named.get("train", named.get("training")) is False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,16 @@ def takes_gradient(target: Any) -> bool:
 
 def is_random(node: Node) -> bool:
     """Whether two equal calls may give different values."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return tagged and not is_certain(node.target, node.args, node.kwargs)
+
+
+def is_certain(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an op that may draw random numbers draws none: attention without dropout, for one."""
+    named = {argument.name: argument.default_value for argument in target._schema.arguments}
+    named |= {**dict(zip(named, args, strict=False)), **kwargs}
+    probability = named.get("dropout_p", named.get("dropout"))
+    return probability == 0 or named.get("train", named.get("training")) is False
 
 
 def shapes_of(node: Node) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:

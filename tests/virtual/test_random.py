@@ -197,11 +197,12 @@ def test_hugging_face_models_in_training(name: str, pins: str) -> None:
     assert report.ok, str(report)
 
 
-def test_checkpointed_hugging_face_model() -> None:
+@pytest.mark.parametrize("pins", ["tp=2", "pp=2"])
+def test_checkpointed_hugging_face_model(pins: str) -> None:
     """Its own gradient checkpointing draws the same masks when it runs a layer again."""
     torch.manual_seed(0)
     model = gpt2().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    step = TrainStep(model, hf_batch(), optimizer=momentum)
-    report = verified(step, "2xcpu", "tp=2", 1)
+    step = TrainStep(model, hf_batch(), optimizer=momentum, microbatches=2)
+    report = verified(step, "2xcpu", pins, 1)
     assert report.ok, str(report)

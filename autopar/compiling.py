@@ -29,7 +29,8 @@ from autopar.program.schedule import check_no_deadlock, make_schedule
 from autopar.reshard import Price, Resharder
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, parse_choice
-from autopar.rules.found import require_proven, type_text, write_rules
+from autopar.rules.found import require_proven, write_rules
+from autopar.rules.nodes import type_text
 
 
 def compile(step: ForwardStep, plan: Plan) -> Program:

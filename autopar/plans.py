@@ -175,7 +175,7 @@ class Plan:
     estimate: Estimate
     candidates: tuple[Candidate, ...] = ()
     found_rules: dict[str, str] = field(default_factory=dict, hash=False)
-    """Call of an op without a rule → the rule that was found by experiment (`autopar.rules.found.call_text`)."""
+    """Call of an op without a rule → the rule that was found by experiment (`autopar.rules.nodes.call_text`)."""
     registered_rules: dict[str, str] = field(default_factory=dict, hash=False)
     """The same for rules that the user set with `autopar.rule`."""
     format_version: int = FORMAT_VERSION

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from autopar.private import OpOverload, schema_of
 from autopar.rules.aside import CrashError, aside
 from autopar.rules.experiment import Observed, first_line, is_equal, num_elements, observed, trials
 from autopar.rules.found_text import found_text
-from autopar.rules.nodes import is_random, shapes_of, tensor_operands
+from autopar.rules.nodes import call_text, is_random, op_name, result_values, shapes_of, tensor_operands
 from autopar.rules.notation import Linear, Rule, Shape, bind, read_rule
 from autopar.rules.search import find_letters
 from autopar.rules.sizes import at_real, at_sizes, small, stand_ins_of
@@ -36,6 +36,9 @@ from autopar.rules.trials import Bench, Letter, Place, Sample
 
 _CHEAP = 1 << 16
 """Elements up to which a rule is proven at all real sizes, too."""
+
+_KINDS = ("positive", "ties")
+"""Of values on which a rule is proven that wasn't found by trials on all kinds."""
 
 _MOST_JOINT = 6
 """Floating operands up to which every set of them is tried for joint linearity."""
@@ -52,12 +55,33 @@ class Discovery:
     """The dtype that all results are rounded to, though the operands were float64; "" where they aren't."""
 
 
-def discover(node: Node) -> Discovery:
-    """The freest rule that could be proven; one that splits nothing counts as found, too."""
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What was found out about an op at some small sizes: it holds for all calls that are tried at these."""
+
+    letters: tuple[Letter, ...]
+    linear: Linear
+    rounds: str
+    proven: frozenset[str] = frozenset()
+    """Rules that were proven as a whole at these sizes."""
+
+
+Memory = dict[str, Learnt]
+"""Calls at small sizes → what was learnt there."""
+
+
+def discover(node: Node, memory: Memory | None = None) -> Discovery:
+    """The freest rule that could be proven; one that splits nothing counts as found, too.
+
+    `memory` is read and added to: calls of one op that differ in their sizes alone share what takes long.
+    """
+    memory = {} if memory is None else memory
     try:
-        return aside(lambda: _discovery(node))
+        discovery, learnt = aside(lambda: _discovery(node, memory))
     except CrashError as crash:
         return Discovery(reason=f"{crash} on trial values")
+    memory.update(learnt)
+    return discovery
 
 
 def tried(node: Node, text: str, thorough: bool = False) -> Discovery:
@@ -68,27 +92,34 @@ def tried(node: Node, text: str, thorough: bool = False) -> Discovery:
         return Discovery(reason=f"{crash} on shards")
 
 
-def _discovery(node: Node) -> Discovery:
+def _discovery(node: Node, memory: Memory) -> tuple[Discovery, Memory]:
     seen = None
     try:
         with trials():
             probe = small(node)
             seen = observed(probe)
             _require_function(node, seen)
-            bench = Bench.of(probe)
-            return Discovery(_found(node, bench), "", seen, _rounds(bench))
+            learnt = memory.get(call_text(probe)) or _learnt(probe, _parts(node))
+            text = _found(node, probe, learnt)
+            learnt = replace(learnt, proven=learnt.proven | {text})
+            return Discovery(text, "", seen, learnt.rounds), {call_text(probe): learnt}
     except RuleError as error:
-        return Discovery("", str(error), seen)
+        return Discovery("", str(error), seen), {}
     except Exception as error:  # an op may do anything, and none stops a compile
-        return Discovery("", f"it couldn't be tried ({type(error).__name__}: {first_line(error)})", seen)
+        return Discovery("", f"it couldn't be tried ({type(error).__name__}: {first_line(error)})", seen), {}
 
 
-def _found(node: Node, bench: Bench) -> str:
-    probe = bench.probe
-    letters = [letter for letter in find_letters(bench, _parts(node)) if _holds_at_real_size(node, probe, letter)]
-    text = found_text(node, bench, letters, _linear_sets(bench))
+def _learnt(probe: Node, parts: Sequence[int]) -> Learnt:
+    bench = Bench.of(probe)
+    return Learnt(tuple(find_letters(bench, parts)), _linear_sets(bench), _rounds(bench))
+
+
+def _found(node: Node, probe: Node, learnt: Learnt) -> str:
+    """The rule's text; raises `RuleError` where it can't be proven."""
+    letters = [letter for letter in learnt.letters if _holds_at_real_size(node, probe, letter)]
+    text = found_text(node, probe, letters, learnt.linear)
     bind(read_rule(text), *shapes_of(node))
-    wrong = _counterexample(probe, text, "x=2", "x=3", "x=2 y=2")
+    wrong = "" if text in learnt.proven else _counterexample(probe, text, ("positive",), "x=2", "x=3", "x=2 y=2")
     wrong = wrong or _refuted_at_own_sizes(node, probe, text)
     if wrong:
         raise RuleError(f"what holds for its dims one by one doesn't hold together: {wrong}")
@@ -114,17 +145,17 @@ def _tried(node: Node, text: str, thorough: bool) -> Discovery:
             probe = small(node, rule)
             seen = observed(probe)
             _require_function(node, seen)
-            wrong = _counterexample(probe, text, "x=2", "x=3")
+            wrong = _counterexample(probe, text, _KINDS, "x=2", "x=3")
             wrong = wrong or (_refuted_at_real_sizes(node, probe, rule, text) if thorough else "")
             return Discovery("" if wrong else text, wrong, seen)
     except RuleError as error:
         return Discovery("", str(error), seen)
 
 
-def _counterexample(probe: Node, text: str, *meshes: str) -> str:
+def _counterexample(probe: Node, text: str, kinds: Sequence[str], *meshes: str) -> str:
     from autopar.rules.prove import refute  # which needs the passes, and they this package
 
-    wrong = refute(probe, text, [Mesh.parse(mesh) for mesh in meshes])
+    wrong = refute(probe, text, [Mesh.parse(mesh) for mesh in meshes], kinds)
     return "" if wrong is None else str(wrong)
 
 
@@ -133,11 +164,13 @@ def _require_function(node: Node, seen: Observed) -> None:
     """Raises `RuleError` where results aren't a function of the operands, or can't be tried."""
     target, called = node.target, (node.target, *node.args)
     values = [operand.meta["val"] for operand in tensor_operands(node)]
+    results = [result for result in result_values(node) if result is not None]
     faults = {
         "it writes to its operands": any(isinstance(op, OpOverload) and schema_of(op).is_mutable for op in called),
         "it calls other functions": not isinstance(target, OpOverload),
         "it takes no tensor": not values,
-        "an operand is complex": any(value.is_complex() for value in values),
+        "an operand or a result is complex": any(value.is_complex() for value in (*values, *results)),
+        "its result is undefined": op_name(node).startswith("aten.") and "empty" in op_name(node),
         "an operand is empty": any(0 in value.shape for value in values),
         "it draws random numbers": is_random(node) or seen.draws,
         "it gives two results for equal operands": not seen.repeats,
@@ -168,7 +201,7 @@ def _refuted_at_real_sizes(node: Node, probe: Node, rule: Rule, text: str) -> st
     """A counterexample with one size real, or "" where there is none that can be tried."""
     for size in stand_ins_of(node, probe):
         large = at_real(node, probe, [size], rule)
-        wrong = _counterexample(large, text, "x=2", "x=4") if large is not None else ""
+        wrong = _counterexample(large, text, _KINDS, "x=2", "x=4") if large is not None else ""
         if wrong:
             return wrong
     return ""
@@ -182,7 +215,7 @@ def _refuted_at_own_sizes(node: Node, probe: Node, text: str) -> str:
         whole = at_sizes(node, {})
     except RuleError:
         return ""
-    return _counterexample(whole, text, "x=2") if num_elements(whole) <= _CHEAP else ""
+    return _counterexample(whole, text, ("positive",), "x=2") if num_elements(whole) <= _CHEAP else ""
 
 
 def _holds(probe: Node, letter: Letter) -> bool:

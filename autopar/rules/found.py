@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.errors import CaptureError, PlanError, RuleError
-from autopar.private import HigherOrderOperator, OpOverload, schema_of
-from autopar.rules.discover import Discovery, discover, tried
-from autopar.rules.nodes import is_random
+from autopar.private import HigherOrderOperator, OpOverload
+from autopar.rules.discover import Discovery, Memory, discover, tried
+from autopar.rules.nodes import call_text, is_random, user_name
 from autopar.rules.registered import registered_rule
 from autopar.rules.table import has_rule
 
@@ -51,14 +50,14 @@ def find_rules(graphs: Iterable[Graph], progress: Progress = lambda _: None) -> 
 
     Raises `RuleError` for a registered rule that is wrong, `CaptureError` for an op that isn't what it says it is.
     """
-    found, told, known = FoundRules(), set[str](), set[str]()
+    found, told, known, memory = FoundRules(), set[str](), set[str](), Memory()
     for node in _calls(graphs):
         call, text = call_text(node), registered_rule(node.target)
         if call in known or (text is None and has_rule(node)) or is_random(node):
             continue
         known.add(call)
         started = time.perf_counter()
-        discovery = discover(node) if text is None else tried(node, text, thorough=True)
+        discovery = discover(node, memory) if text is None else tried(node, text, thorough=True)
         _require_honest(node, discovery)
         if text is not None:
             found.registered[call] = _require_right(node, text, discovery)
@@ -94,37 +93,6 @@ def require_proven(graphs: Iterable[Graph], rules: Mapping[str, str]) -> None:
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------
-def user_name(node: Node) -> str:
-    """The op as users write it: "mylib::norm", "aten::var.correction"; of a call that was made functional, the op's."""
-    inner = next((a for a in (node.target, *node.args) if isinstance(a, OpOverload)), None)
-    if inner is None:
-        return str(getattr(node.target, "__name__", node.target))
-    schema = schema_of(inner)
-    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
-
-
-def call_text(node: Node) -> str:
-    """One call, its tensors by their types: "mylib::norm(f32[8 64], f32[64], eps=1e-05)"."""
-    words = [*map(_argument_text, node.args), *(f"{k}={_argument_text(v)}" for k, v in node.kwargs.items())]
-    return f"{user_name(node)}({', '.join(words)})"
-
-
-def _argument_text(argument: Any) -> str:
-    if isinstance(argument, Node):
-        return type_text(argument.meta.get("val"))
-    if isinstance(argument, (tuple, list)):
-        return f"[{', '.join(map(_argument_text, argument))}]"
-    return str(argument)
-
-
-def type_text(value: Any) -> str:
-    """`f32[8 64]`; for what is no tensor, its class."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    kind = str(value.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
-    return f"{kind}[{' '.join(map(str, value.shape))}]"
-
-
 def _calls(graphs: Iterable[Graph]) -> Iterator[Node]:
     """Calls of ops, plain functions of ours and `getitem` aside."""
     for graph in graphs:
@@ -155,7 +123,8 @@ def _require_honest(node: Node, discovery: Discovery) -> None:
     seen = discovery.seen
     if seen is None:
         return
-    if seen.draws or not seen.repeats:
+    is_undefined = user_name(node).startswith("aten::") and not seen.draws  # memory that nothing was written to
+    if seen.draws or not (seen.repeats or is_undefined):
         fault = "draws random numbers" if seen.draws else "gave two results for equal operands"
         raise CaptureError(
             f"{_where(node)}: it {fault} without saying so, so every rank would get its own; draw them with torch's "

@@ -12,25 +12,25 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from autopar.rules.nodes import shapes_of
+from autopar.rules.nodes import result_values, shapes_of
 from autopar.rules.notation import Linear, Shape, rule_text
-from autopar.rules.trials import Bench, Letter, Place
+from autopar.rules.trials import Letter, Place
 
 
-def found_text(node: Node, bench: Bench, letters: Sequence[Letter], linear: Linear) -> str:
+def found_text(node: Node, probe: Node, letters: Sequence[Letter], linear: Linear) -> str:
     """The rule in the notation: letters in the order in which they first stand, whole dims in brackets."""
-    real_operands, real_results = shapes_of(node)
     names, kept = _Names(), _without_conflicts(letters)
+    (real_operands, real_results), (operand_shapes, result_shapes) = shapes_of(node), shapes_of(probe)
+    given = [j for j, result in enumerate(result_values(probe)) if result is not None]
     operands = [
         names.words(shape, real, [(x, x.operands[i]) for x in kept])
-        for i, (shape, real) in enumerate(zip(bench.operand_shapes, real_operands, strict=True))
+        for i, (shape, real) in enumerate(zip(operand_shapes, real_operands, strict=True))
     ]
-    given = [(j, tuple(r.shape)) for j, r in enumerate(bench.samples[0].results) if r is not None]
     results = [
         names.words(shape, real, [(x, x.results[j]) for x in kept])
-        for (j, shape), real in zip(given, real_results, strict=True)
+        for j, shape, real in zip(given, result_shapes, real_results, strict=True)
     ]
-    reductions = [next((role for x in kept if isinstance(role := x.results[j], str)), "") for j, _ in given]
+    reductions = [next((role for x in kept if isinstance(role := x.results[j], str)), "") for j in given]
     return rule_text(operands, results, reductions, linear)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from autopar.private import OpOverload, schema_of
 from autopar.rules.notation import Linear, Shape
 
 _POINTWISE_LINEAR: dict[str, Linear] = {
@@ -153,3 +154,35 @@ def pointwise_linear(node: Node) -> Linear:
     if name in ("aten.add", "aten.sub") and count == 1:
         return ()  # a constant is added: affine, not linear
     return tuple(group for group in linear if all(i < count for i in group))
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+def user_name(node: Node) -> str:
+    """The op as users write it: "mylib::norm", "aten::var.correction"; of a call that was made functional, the op's."""
+    inner = next((a for a in (node.target, *node.args) if isinstance(a, OpOverload)), None)
+    if inner is None:
+        return str(getattr(node.target, "__name__", node.target))
+    schema = schema_of(inner)
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def call_text(node: Node) -> str:
+    """One call, its tensors by their types: "mylib::norm(f32[8 64], f32[64], eps=1e-05)"."""
+    words = [*map(_argument_text, node.args), *(f"{k}={_argument_text(v)}" for k, v in node.kwargs.items())]
+    return f"{user_name(node)}({', '.join(words)})"
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, Node):
+        return type_text(argument.meta.get("val"))
+    if isinstance(argument, (tuple, list)):
+        return f"[{', '.join(map(_argument_text, argument))}]"
+    return str(argument)
+
+
+def type_text(value: Any) -> str:
+    """`f32[8 64]`; for what is no tensor, its class."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    kind = str(value.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
+    return f"{kind}[{' '.join(map(str, value.shape))}]"

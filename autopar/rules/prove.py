@@ -104,24 +104,32 @@ def draw(node: Node, sample: Sample, generator: torch.Generator) -> list[Tensor]
     return list(_inputs(probe, probe.meta["rule"], sample, generator).values())
 
 
-def refute(node: Node, text: str, meshes: Sequence[Mesh]) -> Counterexample | None:
+def refute(node: Node, text: str, meshes: Sequence[Mesh], kinds: Sequence[str]) -> Counterexample | None:
     """The first choice of the rule `text` under which shards of `node` don't combine to the whole, or None.
 
+    `kinds`: of values; the op must take the first. On a mesh of two axes, of equal size, pairs of splits are tried.
     Raises `RuleError` where the rule doesn't fit the node's operands and results at all.
     """
     probe = at_shapes(node, shapes_of(node)[0])  # each operand a value of its own: `f(x, x)` may split them apart
     probe.meta["found_rule"] = text
-    kinds = [(mesh, kind) for mesh in meshes for kind in ("positive", "ties")[: 3 - len(mesh.spmd.axes)]]
-    for mesh, kind in kinds:
-
-        def sample(operand: Node, generator: torch.Generator, kind: str = kind) -> Tensor:
-            return draw_like(operand, kind, generator)
-
-        if kind == "positive" or _takes(probe, kind):
-            _, wrong = prove(probe, mesh, sample)
-            if wrong:
-                return wrong[0]
+    rule: LeafRule = single_op(probe)[1].meta["rule"]
+    samples = [_of_kind(kind) for kind in kinds if kind == kinds[0] or _takes(probe, kind)]
+    for mesh in meshes:
+        choices = [choice for choice in enumerate_choices(rule, mesh) if _is_first_of_its_kind(choice, mesh)]
+        _, wrong = prove(probe, mesh, samples, choices)
+        if wrong:
+            return wrong[0]
     return None
+
+
+def _of_kind(kind: str) -> Sample:
+    return lambda operand, generator: draw_like(operand, kind, generator)
+
+
+def _is_first_of_its_kind(choice: Choice, mesh: Mesh) -> bool:
+    """Of two axes: whether both split, in the order of what they split."""
+    splits = [(s.factor, s.linear) for s in sorted(choice, key=lambda s: mesh.names.index(s.axis))]
+    return len(mesh.spmd.axes) == 1 or (len(splits) > 1 and splits == sorted(splits))
 
 
 def _takes(probe: Node, kind: str) -> bool:

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping
 
 from torch.fx import Node
@@ -22,8 +23,8 @@ from autopar.rules.experiment import at_shapes, first_line, num_elements, observ
 from autopar.rules.nodes import result_values, shapes_of
 from autopar.rules.notation import Rule, bind
 
-MAX_ELEMENTS = 1 << 22
-"""Of all operands and results of one trial."""
+MAX_ELEMENTS, _MANY_ELEMENTS = 1 << 22, 1 << 19
+"""Of all operands and results of one trial; and of the operands, from which on trials take long."""
 
 MAX_SIZE = 1 << 20
 """Of one dim: larger ones are tried at this."""
@@ -73,6 +74,10 @@ def _varying(node: Node) -> tuple[bool, ...]:
         return (True,) * len(result_values(node))
 
 
+def _count(node: Node, sizes: Mapping[int, int]) -> int:
+    return sum(math.prod(sizes.get(n, n) for n in shape) for shape in shapes_of(node)[0])
+
+
 def at_sizes(node: Node, sizes: Mapping[int, int]) -> Node:
     """The call with sizes replaced; raises `RuleError` where that fails, or is too large to be tried."""
     operands, _ = shapes_of(node)
@@ -114,8 +119,9 @@ def at_real(node: Node, probe: Node, sizes: Collection[int], rule: Rule | None =
     """The call with these sizes real (`MAX_SIZE` at most) and the others small, tiny, or real, as it can be tried."""
     stand_ins, varying = stand_ins_of(node, probe), observed(probe).varying
     large = {n: min(n, MAX_SIZE) for n in sizes if n in stand_ins}
-    for smallest in (_SMALL, _TINY):
+    for smallest, most in ((_SMALL, _MANY_ELEMENTS), (_TINY, MAX_ELEMENTS)):
         others = stand_ins_for(sorted(n for n in stand_ins if n not in large), smallest)
-        if accepts(node, {**others, **large}, varying, rule):
-            return at_sizes(node, {**others, **large})
+        mixed = {**others, **large}
+        if _count(node, mixed) <= most and accepts(node, mixed, varying, rule):
+            return at_sizes(node, mixed)
     return at_sizes(node, {}) if accepts(node, {}, varying, rule) else None

@@ -84,6 +84,8 @@ NOT_FOUND: dict[str, tuple[Node, str]] = {
         "calls other",
     ),
     "takes no tensor": (node_of(aten.zeros.default, [4, 6]), "takes no tensor"),
+    "undefined": (node_of(aten.new_empty.default, t(4, 6), [4, 6]), "undefined"),
+    "a complex result": (node_of(aten.view_as_complex.default, t(4, 6, 2)), "complex"),
     "complex": (node_of(aten.real.default, t(4, 6, dtype=torch.complex64)), "complex"),
 }
 

@@ -13,7 +13,8 @@ import autopar
 from autopar.errors import CaptureError, PlanError, RuleError
 from autopar.rules import registered
 from autopar.rules.examples import node_of, t
-from autopar.rules.found import call_text, find_rules, require_proven, write_rules
+from autopar.rules.found import find_rules, require_proven, write_rules
+from autopar.rules.nodes import call_text
 from autopar.rules.table import has_rule, rule_of
 from tests.rules.custom_ops import ops
 
@@ -88,6 +89,13 @@ def test_an_op_that_rounds_is_told_why_it_splits_less() -> None:
     with pytest.warns(RuntimeWarning, match=r"trial::rounds .*computes in float32 whatever it is given"):
         (rule,) = find_rules(graph_of(node)).all.values()
     assert "[b]" in rule
+
+
+def test_undefined_values_are_no_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.rules.found.has_rule", lambda node: False)
+    node = node_of(aten.new_empty_strided.default, t(4, 8), [4, 8], [8, 1])
+    with pytest.warns(RuntimeWarning, match="runs whole on every rank"):
+        assert not find_rules(graph_of(node)).all
 
 
 # -- registered ----------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class Discovery:
     seen: Observed | None = None
     rounds: str = ""
     """The dtype that all results are rounded to, though the operands were float64; "" where they aren't."""
+    is_refuted: bool = False
+    """A rule that was given doesn't fit, or was seen to be wrong; otherwise it just couldn't be tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def tried(node: Node, text: str, thorough: bool = False) -> Discovery:
     try:
         return aside(lambda: _tried(node, text, thorough))
     except CrashError as crash:
-        return Discovery(reason=f"{crash} on shards")
+        return Discovery(reason=f"{crash} on shards", is_refuted=True)
 
 
 def _discovery(node: Node, memory: Memory) -> tuple[Discovery, Memory]:
@@ -137,17 +139,19 @@ def _rounds(bench: Bench) -> str:
 
 
 def _tried(node: Node, text: str, thorough: bool) -> Discovery:
-    seen = None
+    seen, rule = None, read_rule(text)
+    try:
+        bind(rule, *shapes_of(node))
+    except RuleError as error:
+        return Discovery(reason=str(error), is_refuted=True)
     try:
         with trials():
-            rule = read_rule(text)
-            bind(rule, *shapes_of(node))
             probe = small(node, rule)
             seen = observed(probe)
             _require_function(node, seen)
             wrong = _counterexample(probe, text, _KINDS, "x=2", "x=3")
             wrong = wrong or (_refuted_at_real_sizes(node, probe, rule, text) if thorough else "")
-            return Discovery("" if wrong else text, wrong, seen)
+            return Discovery("" if wrong else text, wrong, seen, is_refuted=bool(wrong))
     except RuleError as error:
         return Discovery("", str(error), seen)
 

@@ -59,12 +59,13 @@ def find_rules(graphs: Iterable[Graph], progress: Progress = lambda _: None) -> 
         started = time.perf_counter()
         discovery = discover(node, memory) if text is None else tried(node, text, thorough=True)
         _require_honest(node, discovery)
-        if text is not None:
-            found.registered[call] = _require_right(node, text, discovery)
+        _require_right(node, text, discovery)
+        if discovery.rule and text is not None:
+            found.registered[call] = text
         elif discovery.rule:
             found.by_experiment[call] = discovery.rule
             progress(f"found by experiment in {time.perf_counter() - started:.1f} s: {call}: {discovery.rule}")
-        warning = _warning(node, discovery)
+        warning = _warning(node, text, discovery)
         if warning and user_name(node) not in told:
             told.add(user_name(node))
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
@@ -87,9 +88,10 @@ def require_proven(graphs: Iterable[Graph], rules: Mapping[str, str]) -> None:
         call = call_text(node) if user_name(node) in ops else ""
         if call in rules and call not in known:
             known.add(call)
-            reason = tried(node, rules[call]).reason
-            if reason:
-                raise PlanError(f"plan: the rule {rules[call]!r} of {call} is wrong: {reason}; make the plan anew")
+            found = tried(node, rules[call])
+            fault = "is wrong" if found.is_refuted else "can't be proven"
+            if not found.rule:
+                raise PlanError(f"plan: the rule {rules[call]!r} of {call} {fault}: {found.reason}; make the plan anew")
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------
@@ -110,9 +112,9 @@ def _where(node: Node) -> str:
     return f"{user_name(node)} ({node.meta.get('source') or node.meta.get('path') or 'the model'})"
 
 
-def _require_right(node: Node, text: str, discovery: Discovery) -> str:
-    if discovery.rule:
-        return text
+def _require_right(node: Node, text: str | None, discovery: Discovery) -> None:
+    if text is None or not discovery.is_refuted:
+        return
     raise RuleError(
         f"{_where(node)}: the rule {text!r} is wrong: {discovery.reason}; correct it, or take it out: without "
         "one, a rule is looked for by experiment"
@@ -137,8 +139,10 @@ def _require_honest(node: Node, discovery: Discovery) -> None:
         )
 
 
-def _warning(node: Node, discovery: Discovery) -> str:
+def _warning(node: Node, text: str | None, discovery: Discovery) -> str:
     """What to tell of an op that runs whole, or splits less than it could."""
+    if not discovery.rule and text is not None:
+        return f"{_where(node)}: its rule {text!r} can't be proven, since {discovery.reason}: it isn't used"
     if not discovery.rule:
         hint = f'; autopar.rule("{user_name(node)}", …) sets one' if isinstance(node.target, OpOverload) else ""
         return f"{_where(node)} has no sharding rule: it runs whole on every rank, since {discovery.reason}{hint}"

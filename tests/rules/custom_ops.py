@@ -15,13 +15,13 @@ ops = torch.ops.trial
 
 
 def own_op(
-    fake: Callable[..., Any], mutates: tuple[str, ...] = (), tags: tuple[torch.Tag, ...] = ()
+    fake: Callable[..., Any], mutates: tuple[str, ...] = (), tags: tuple[torch.Tag, ...] = (), device: str | None = None
 ) -> Callable[[Callable[..., Any]], None]:
     """Defines the decorated function as the op of its name, with a fake kernel."""
 
     def define(function: Callable[..., Any]) -> None:
         name = f"trial::{function.__name__}"
-        torch.library.custom_op(name, function, mutates_args=mutates, tags=tags)
+        torch.library.custom_op(name, function, mutates_args=mutates, tags=tags, device_types=device)
         torch.library.register_fake(name, fake)
 
     return define
@@ -171,6 +171,11 @@ def writes_unsaid(x: Tensor) -> Tensor:
 def positive(x: Tensor) -> Tensor:
     """As many elements as are positive: its fake kernel can't know."""
     return x[x > 0]
+
+
+@own_op(like, device="cuda")
+def on_gpus_alone(x: Tensor) -> Tensor:
+    return 2 * x
 
 
 @own_op(like)

@@ -83,6 +83,7 @@ NOT_FOUND: dict[str, tuple[Node, str]] = {
         node_of(torch.ops.higher_order.cond, mask(), torch.sin, torch.cos, (t(4),)),
         "calls other",
     ),
+    "no kernel here": (node_of(ops.on_gpus_alone.default, t(8, 4)), "can't be run on trial values"),
     "takes no tensor": (node_of(aten.zeros.default, [4, 6]), "takes no tensor"),
     "undefined": (node_of(aten.new_empty.default, t(4, 6), [4, 6]), "undefined"),
     "a complex result": (node_of(aten.view_as_complex.default, t(4, 6, 2)), "complex"),

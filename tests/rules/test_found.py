@@ -128,6 +128,15 @@ def test_a_registered_rule_does_not_hide_what_an_op_is() -> None:
         find_rules(graph_of(node_of(ops.noisy.default, t(4, 8))))
 
 
+def test_a_registered_rule_that_cannot_be_tried_is_not_used() -> None:
+    autopar.rule("trial::on_gpus_alone", "a b -> a b")
+    node = node_of(ops.on_gpus_alone.default, t(4, 8))
+    with pytest.warns(RuntimeWarning, match=r"trial::on_gpus_alone .*can't be proven, since .*it isn't used"):
+        assert not find_rules(graph_of(node)).all
+    with pytest.raises(PlanError, match="can't be proven"):
+        require_proven(graph_of(node), {call_text(node): "a b -> a b"})
+
+
 WRONG = {
     "a mean is no sum": ("average", "a b -> a", (t(4, 8),)),
     "a stencil needs its neighbours": ("smooth", "a b -> a b", (t(4, 8),)),

@@ -35,88 +35,49 @@ _BLOCK = {"cpu": 1 << 15}
 _DEVICE_BLOCK = 1 << 20
 """Elements drawn at a time: as many as have their words, 8 bytes each, in a core's cache, or in a GPU's."""
 
-Device = torch.device | None
+Draw = Callable[[randomness.Key, Tensor], Tensor]
+"""(stream, global indices) → a number for each index."""
 
 
-def random_mask(
-    key: Tensor,
-    op: int,
-    shape: Sequence[int],
-    keep: float,
-    *,
-    sizes: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    offset: int = 0,
-    device: Device = None,
-) -> Tensor:
-    """Bool [*shape]: True with probability `keep`."""
-    out = torch.empty(tuple(shape), dtype=torch.bool, device=device)
-    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.bernoulli(k, i, keep))
+def random_mask(key: Tensor, op: int, shape: Sequence[int], keep: float, **shard: Any) -> Tensor:
+    """Bool [*shape]: True with probability `keep`. `shard`: keywords `sizes`, `strides`, `offset`, and the `device`."""
+    return _drawn(key, op, shape, torch.bool, lambda k, i: randomness.bernoulli(k, i, keep), **shard)
 
 
-def random_uniform(
-    key: Tensor,
-    op: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    sizes: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    offset: int = 0,
-    device: Device = None,
-) -> Tensor:
+def random_uniform(key: Tensor, op: int, shape: Sequence[int], dtype: torch.dtype, **shard: Any) -> Tensor:
     """`dtype` [*shape], uniform in [0, 1)."""
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.uniform(k, i, dtype))
+    return _drawn(key, op, shape, dtype, lambda k, i: randomness.uniform(k, i, dtype), **shard)
 
 
-def random_normal(
-    key: Tensor,
-    op: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    sizes: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    offset: int = 0,
-    device: Device = None,
-) -> Tensor:
+def random_normal(key: Tensor, op: int, shape: Sequence[int], dtype: torch.dtype, **shard: Any) -> Tensor:
     """`dtype` [*shape], standard normal."""
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.normal(k, i, dtype))
+    return _drawn(key, op, shape, dtype, lambda k, i: randomness.normal(k, i, dtype), **shard)
 
 
 def random_integers(
-    key: Tensor,
-    op: int,
-    shape: Sequence[int],
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-    *,
-    sizes: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    offset: int = 0,
-    device: Device = None,
+    key: Tensor, op: int, shape: Sequence[int], low: int, high: int, dtype: torch.dtype, **shard: Any
 ) -> Tensor:
     """`dtype` [*shape], integers in [low, high)."""
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return _fill(out, key, op, sizes, strides, offset, lambda k, i: randomness.integers(k, i, low, high, dtype))
+    return _drawn(key, op, shape, dtype, lambda k, i: randomness.integers(k, i, low, high, dtype), **shard)
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _fill(
-    out: Tensor,
+def _drawn(
     key: Tensor,
     op: int,
-    sizes: Sequence[int] | None,
-    strides: Sequence[int] | None,
-    offset: int,
-    draw: Callable[[randomness.Key, Tensor], Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    draw: Draw,
+    *,
+    sizes: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """`out`, dense, filled block by block."""
+    """A dense value, filled block by block."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
     if out.numel() == 0:
         return out
     stream = randomness.stream_key(int(key), op)
@@ -175,7 +136,7 @@ _SCHEMAS: dict[Callable[..., Tensor], str] = {
 }
 
 
-def _fake(key: Tensor, op: int, shape: Sequence[int], *parameters: Any, device: Device = None, **shard: Any) -> Tensor:
+def _fake(key: Tensor, op: int, shape: Sequence[int], *parameters: Any, device: Any = None, **shard: Any) -> Tensor:
     dtypes = [value for value in parameters if isinstance(value, torch.dtype)]
     return torch.empty(shape, dtype=dtypes[0] if dtypes else torch.bool, device=device)
 

@@ -5,12 +5,13 @@
 
 For each model and strategy: plan under the strategy's pins, `verify` on the virtual mesh (float64, 1e-10), train 20
 optimizer steps on real ranks, and compare every loss and the final parameters with the user's model and optimizer run
-eagerly on one device from the same weights and batches (float32, dropout 0).
+eagerly on one device from the same weights and batches (float32; dropout by `autopar.reference_rng`).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopar import TrainStep
+from autopar import TrainStep, reference_rng
 from autopar.compiling import compile
 from autopar.planning import plan
 from autopar.plans import Plan
@@ -54,11 +55,11 @@ def gpt() -> nn.Module:
     return plain(train_gpt.Config(sequence=32, layers=2, width=64))  # type: ignore[no-any-return]
 
 
-def gpt2() -> nn.Module:
+def gpt2(dropout: float = 0.0) -> nn.Module:
     config = GPT2Config(
         vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0
     )
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
     return GPT2LMHeadModel(config)
 
 
@@ -76,7 +77,12 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"example GPT": gpt, "HF GPT-2": gpt2, "HF Llama": llama}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "example GPT": gpt,
+    "HF GPT-2": gpt2,
+    "HF GPT-2, dropout 0.1": functools.partial(gpt2, dropout=0.1),
+    "HF Llama": llama,
+}
 
 
 def built(name: str) -> nn.Module:
@@ -107,12 +113,13 @@ def eager_run(name: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     model = built(name)
     chosen = optimizer(list(model.parameters()))
     losses = []
-    for _, batch in zip(range(steps), batches(name), strict=False):
+    for step, batch in zip(range(steps), batches(name), strict=False):
         chosen.zero_grad()
         total = 0.0
         for index in range(MICROBATCHES):
-            loss = _loss(model, _rows(batch, index))
-            (loss / MICROBATCHES).backward()
+            with reference_rng(0, step, index):
+                loss = _loss(model, _rows(batch, index))
+                (loss / MICROBATCHES).backward()
             total += loss.item() / MICROBATCHES
         chosen.step()
         losses.append(total)

@@ -9,7 +9,7 @@ communicator and calls the same methods on it. The virtual mesh recognises the t
 
 Invariants:
 - all ranks of a mesh axis call the same collectives on that axis in the same order;
-- chunks stand in the order of the coordinate along the axis; a split dim is divisible by the axis's size;
+- chunks stand in the order of the coordinate along the axis; a split dim is divisible by the axis's size (padded);
 - an axis of size 1 is the identity;
 - between a start and its wait nobody writes to the input, but an all-reduce that may (`inplace`): it then gives that
   very tensor.
@@ -45,7 +45,10 @@ class Communicator(Protocol):
     def all_to_all_start(self, x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Pending: ...
     def wait(self, pending: Pending) -> Tensor: ...
     def shard(self, x: Tensor, axis: str, dim: int) -> Tensor: ...
+    def pad(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...
     def coordinate(self, axis: str) -> int: ...
+    def first(self, size: int, *axes: str) -> int: ...
+    def count(self, size: int, *axes: str) -> int: ...
 
 
 _CURRENT: ContextVar[Communicator] = ContextVar("autopar_communicator")
@@ -111,9 +114,24 @@ def shard(x: Tensor, axis: str, dim: int) -> Tensor:
     return _CURRENT.get().shard(x, axis, dim)
 
 
+def pad(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`x` made longer, to `sizes`, by elements that nobody may read."""
+    return _CURRENT.get().pad(x, sizes)
+
+
 def coordinate(axis: str) -> int:
     """The rank's position along `axis`."""
     return _CURRENT.get().coordinate(axis)
+
+
+def first(size: int, *axes: str) -> int:
+    """The first index that the rank has of `size` elements split by `axes`, major first."""
+    return _CURRENT.get().first(size, *axes)
+
+
+def count(size: int, *axes: str) -> int:
+    """How many of `size` elements split by `axes` the rank has; what its chunk holds beyond is padding."""
+    return _CURRENT.get().count(size, *axes)
 
 
 STARTED: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -124,7 +142,9 @@ STARTED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 """Each collective that communicates, with its asynchronous start."""
 
-TARGETS: frozenset[Callable[..., Any]] = frozenset({*STARTED, *STARTED.values(), wait, shard, coordinate})
+TARGETS: frozenset[Callable[..., Any]] = frozenset(
+    {*STARTED, *STARTED.values(), wait, shard, pad, coordinate, first, count}
+)
 """Every FX target of this module."""
 
 

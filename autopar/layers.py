@@ -1,13 +1,15 @@
 """Layers: the units into which a model's forward pass is cut into pipeline stages.
 
 A unit is a block of a module list (`model.layers.3`), found from the module paths of the nodes in the order in which
-they run; what runs before the first block and after the last are units of their own.
+they run; what runs before the first block and after the last are units of their own. In a model without module lists
+the units are the modules of the first level that has several. What runs again belongs to the unit that has come last.
 
     units_of(graph) -> ("model.embed_tokens", "model.layers.0", …, "lm_head"), {node: unit}
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -69,26 +71,32 @@ def blocks_of(graph: Graph) -> dict[Node, str]:
 
 def units_of(graph: Graph) -> tuple[tuple[str, ...], dict[Node, int]]:
     """Unit names in the order in which they run, and the unit of each forward node."""
-    names: list[str] = []
-    index: dict[str, int] = {}
-    unit: dict[Node, int] = {}
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase", "forward") == "forward"]
-    last_block = max((i for i, n in enumerate(forward) if block_of(n.meta.get("path", ""))), default=-1)
-    for i, node in enumerate(forward):
-        path = node.meta.get("path", "")
-        block = block_of(path)
-        name = block or ("" if names and i <= last_block else _edge_name(path, after=i > last_block))
-        if not name or (not block and names and i <= last_block):
-            unit[node] = len(names) - 1
-            continue
-        if not block and names and block_of(names[-1]) is None:
-            unit[node] = len(names) - 1  # what runs before or after the blocks is one unit
-            continue
-        if name not in index:
-            index[name] = len(names)
+    paths = [node.meta.get("path", "") for node in forward]
+    blocks = _blocks(paths)
+    last_block = max((i for i, block in enumerate(blocks) if block), default=-1)
+    names: list[str] = []
+    edges: set[str] = set()
+    unit: dict[Node, int] = {}
+    for i, (node, path, block) in enumerate(zip(forward, paths, blocks, strict=True)):
+        name = block or _edge_name(path, after=i > last_block)
+        is_inside = not block and names and (i <= last_block or names[-1] in edges)
+        if not is_inside and name not in names:
             names.append(name)
-        unit[node] = index[name]
+            edges.update([] if block else [name])
+        unit[node] = len(names) - 1
     return tuple(names) or ("",), unit
+
+
+def _blocks(paths: Sequence[str]) -> list[str | None]:
+    """The block of each path; without module lists, its part down to the first level that tells modules apart."""
+    if any(block_of(path) for path in paths):
+        return [block_of(path) for path in paths]
+    for depth in range(1, 1 + max((path.count(".") + 1 for path in paths), default=0)):
+        parts = [".".join(path.split(".")[:depth]) for path in paths]
+        if len({part for part in parts if part}) > 1:
+            return [part or None for part in parts]
+    return [None] * len(paths)
 
 
 def _edge_name(path: str, after: bool) -> str:

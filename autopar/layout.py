@@ -6,8 +6,12 @@
 A dim is a product of factors, major to minor; a mesh axis splits one factor. `4096@tp.dp` is split by two axes,
 tp major. The local tensor of a rank is the flattening of its local factors.
 
+A factor that an axis doesn't divide is split into chunks of the size rounded up: `5@tp` over two ranks is 3 and 2, and
+both local tensors have 3 rows. What stands in the last rank's third row, its *padding*, is undefined: whatever sums
+over the factor, or gathers it, leaves padding out. A second axis splits the first's chunks.
+
 Invariants:
-- sizes are global; a factor's size is divisible by the product of the axes that split it;
+- sizes are global; local tensors are equally large on all ranks, and what they hold of a factor is a prefix;
 - an axis splits one factor, or the value is partial over it, or neither; never two of these;
 - a dim of size 1 has no factors.
 """
@@ -18,7 +22,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +33,29 @@ if TYPE_CHECKING:
 
 Position = tuple[int, int]
 """(dim, index of the factor in that dim): where an axis splits a value."""
+
+
+def chunk_size(size: int, ways: Iterable[int]) -> int:
+    """The size of a chunk of `size` split by axes of these sizes, major to minor: rounded up at each."""
+    for count in ways:
+        size = -(-size // count)
+    return size
+
+
+def window(size: int, splits: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(first index, number) of a factor's elements on one rank; `splits`: (coordinate, ways) per axis, major first."""
+    start, count = 0, size
+    for coordinate, ways in splits:
+        size = chunk_size(size, (ways,))
+        start += coordinate * size
+        count = max(0, min(count - coordinate * size, size))
+    return start, count
+
+
+def is_worth_splitting(size: int, ways: Iterable[int]) -> bool:
+    """Whether axes of these sizes may split a factor: more of what the ranks hold is content than padding."""
+    ways = tuple(ways)
+    return chunk_size(size, ways) * math.prod(ways) < 2 * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +69,16 @@ class Factor:
         return f"{self.size}@{'.'.join(self.axes)}" if self.axes else str(self.size)
 
     def local_size(self, mesh: Mesh) -> int:
-        return self.size // math.prod(mesh.size(axis) for axis in self.axes)
+        """The size of a rank's chunk, padding included."""
+        return chunk_size(self.size, (mesh.size(axis) for axis in self.axes))
+
+    def window(self, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, int]:
+        """(first index, number) of the elements that the rank at `coordinates` has."""
+        return window(self.size, [(coordinates[axis], mesh.size(axis)) for axis in self.axes])
+
+    def is_padded(self, mesh: Mesh) -> bool:
+        """Whether some rank's chunk holds padding."""
+        return self.size % math.prod(mesh.size(axis) for axis in self.axes) != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +188,7 @@ class Layout:
     def shard(self, value: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
         """The local tensor of the rank at `coordinates`. A partial sum stands on coordinate 0, zeros elsewhere."""
         local = self._narrow(value.reshape([f.size for dim in self.dims for f in dim]), mesh, coordinates)
+        local = padded(local, self.local_factor_shape(mesh))
         absent = any(op == "sum" and coordinates[axis] != 0 for axis, op in self.partial)
         return (local.new_zeros(local.shape) if absent else local).reshape(self.local_shape(mesh))
 
@@ -163,16 +200,38 @@ class Layout:
             local = self._reduce_partials(shards, mesh, coordinates)
             if whole is None:
                 whole = local.new_empty([f.size for dim in self.dims for f in dim])
-            self._narrow(whole, mesh, coordinates).copy_(local.reshape(self.local_factor_shape(mesh)))
+            own = self._narrow(whole, mesh, coordinates)
+            own.copy_(_prefix(local.reshape(self.local_factor_shape(mesh)), own.shape))
         assert whole is not None
         return whole.reshape(self.global_shape)
 
     def _narrow(self, factor_view: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
+        """The part of a value, viewed into its factors, that the rank at `coordinates` has, without padding."""
         for dim, factor in enumerate(f for factors in self.dims for f in factors):
-            for axis in factor.axes:
-                size = factor_view.shape[dim] // mesh.size(axis)
-                factor_view = factor_view.narrow(dim, coordinates[axis] * size, size)
+            start, count = factor.window(mesh, coordinates)
+            if factor.axes:
+                factor_view = factor_view.narrow(dim, min(start, factor.size), count)
         return factor_view
+
+    def content(self, local: Tensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Tensor:
+        """A rank's local tensor without its padding, viewed into its factors."""
+        return _prefix(local.reshape(self.local_factor_shape(mesh)), self._counts(mesh, coordinates))
+
+    def padded(self, content: Tensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Tensor:
+        """The local tensor with this content and zeros for padding; raises `RuntimeError` for another size."""
+        own = content.reshape(self._counts(mesh, coordinates))
+        return padded(own, self.local_factor_shape(mesh)).reshape(self.local_shape(mesh))
+
+    def content_shape(self, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of what a rank's local tensor holds beside padding."""
+        return tuple(math.prod(f.window(mesh, coordinates)[1] for f in dim) for dim in self.dims)
+
+    def _counts(self, mesh: Mesh, coordinates: Mapping[str, int]) -> list[int]:
+        return [factor.window(mesh, coordinates)[1] for dim in self.dims for factor in dim]
+
+    def is_padded(self, mesh: Mesh) -> bool:
+        """Whether some rank's local tensor holds padding."""
+        return any(factor.is_padded(mesh) for _, factor in self.positions())
 
     def _reduce_partials(
         self, shards: Callable[[dict[str, int]], Tensor], mesh: Mesh, coordinates: dict[str, int]
@@ -182,6 +241,22 @@ class Layout:
         (axis, op), rest = self.partial[0], replace(self, partial=self.partial[1:])
         parts = [rest._reduce_partials(shards, mesh, {**coordinates, axis: i}) for i in range(mesh.size(axis))]
         return functools.reduce(REDUCTIONS[op](), parts)
+
+
+def _prefix(value: Tensor, sizes: Iterable[int]) -> Tensor:
+    """The first elements along each dim."""
+    for dim, size in enumerate(sizes):
+        value = value.narrow(dim, 0, size)
+    return value
+
+
+def padded(value: Tensor, sizes: tuple[int, ...], fill: float = 0) -> Tensor:
+    """`value` with `fill` after it along each dim; itself where nothing is missing."""
+    if tuple(value.shape) == sizes:
+        return value
+    whole = value.new_full(sizes, fill)
+    _prefix(whole, value.shape).copy_(value)
+    return whole
 
 
 def _combine(name: str) -> Callable[[], Callable[[Tensor, Tensor], Tensor]]:

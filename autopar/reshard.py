@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.layout import Layout, Position
+from autopar.layout import Layout, Position, is_worth_splitting
 from autopar.mesh import Mesh
 
 Price = Callable[[str, str, float], float]
@@ -64,7 +64,7 @@ def moves_from(layout: Layout, mesh: Mesh) -> Iterator[tuple[Move, Layout]]:
 
     def room(axis: str) -> Iterator[Position]:
         for where, factor in spots:
-            if factor.local_size(mesh) % mesh.size(axis) == 0:
+            if is_worth_splitting(factor.size, (mesh.size(a) for a in (*factor.axes, axis))):
                 yield where
 
     for where, factor in spots:
@@ -90,7 +90,7 @@ def moves_from(layout: Layout, mesh: Mesh) -> Iterator[tuple[Move, Layout]]:
 
 def moved_bytes(move: Move, before: Layout, mesh: Mesh, item_bytes: float) -> float:
     """Bytes of the collective's whole tensor, the axis in question not splitting it (`cluster.collectives`)."""
-    local = math.prod(f.size for dim in before.dims for f in dim) // before.num_shards(mesh) * item_bytes
+    local = math.prod(before.local_shape(mesh)) * item_bytes
     return local * mesh.size(move.axis) if move.kind in ("gather", "exchange") else local
 
 

@@ -2,8 +2,8 @@
 
     expand(x, [4, 6])  with dim 1 split two ways  ->  expand(x, [4, 3])
 
-Each handler rewrites one node in place before it runs; `HANDLERS` is the part of `localise_shapes`' table that needs
-nothing but sizes, and operands that count once. Indices and means are there.
+Each handler rewrites one node in place before it runs. What needs more than sizes, and operands that count once, is in
+`local_indices`: means, and indices.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from autopar import collectives
+from autopar.layout import chunk_size
 from autopar.rules.factors import LeafRule
 from autopar.rules.losses import ELEMENTWISE, MEAN, reduction_of
 from autopar.rules.nodes import argument, node_argument, tensor_operands
@@ -52,9 +53,15 @@ def split_axes(rule: LeafRule, node: Node, letter: str) -> list[str]:
     return [s.axis for s in node.meta["choice"] if s.factor >= 0 and rule.factors[s.factor].letter == letter]
 
 
-def ways(localiser: Localiser, node: Node, letter: str) -> int:
-    """How many parts a letter of the node's rule is split into."""
-    return math.prod(localiser.mesh.size(axis) for axis in split_axes(node.meta["rule"], node, letter))
+def local_size(localiser: Localiser, node: Node, letter: str) -> int:
+    """The size of a rank's chunk of a letter of the node's rule."""
+    rule: LeafRule = node.meta["rule"]
+    return math.prod(_chunk(localiser, node, f) for f, factor in enumerate(rule.factors) if factor.letter == letter)
+
+
+def _chunk(localiser: Localiser, node: Node, factor: int) -> int:
+    axes = [s.axis for s in node.meta["choice"] if s.factor == factor]
+    return chunk_size(node.meta["rule"].factors[factor].size, map(localiser.mesh.size, axes))
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------
@@ -147,7 +154,7 @@ def _groups(index: int, name: str) -> Handler:
     """The argument is the size of letter `g`."""
 
     def handle(localiser: Localiser, node: Node) -> None:
-        set_argument(node, index, name, argument(node, index, name) // ways(localiser, node, "g"))
+        set_argument(node, index, name, local_size(localiser, node, "g"))
 
     return handle
 
@@ -203,9 +210,10 @@ def once(index: int) -> Handler:
 # -- losses ------------------------------------------------------------------------------------------------------
 def _mean_of_loss(localiser: Localiser, node: Node) -> None:
     """A shard's mean is of fewer elements, and so is the gradient of a mean."""
-    parts = math.prod(localiser.mesh.size(s.axis) for s in node.meta["choice"] if s.factor >= 0)
-    if parts > 1 and reduction_of(node) == MEAN:
-        localiser.scale_result(node, parts)
+    rule: LeafRule = node.meta["rule"]
+    own = math.prod(_chunk(localiser, node, factor) for factor in range(len(rule.factors)))
+    if reduction_of(node) == MEAN:
+        localiser.scale_result(node, own, math.prod(factor.size for factor in rule.factors))
 
 
 _STRIDED_FACTORIES: dict[str, Handler] = {

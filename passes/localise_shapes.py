@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from autopar import collectives, markers
-from autopar.layout import Layout, Position
+from autopar.layout import Layout, Position, chunk_size
 from autopar.mesh import Mesh
-from autopar.random_ops import shard_arguments
+from autopar.rules.choices import Choice
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import argument, node_argument, op_name, tensor_operands
-from passes import local_arguments
+from autopar.rules.nodes import (
+    argument,
+    is_pointwise,
+    is_view,
+    node_argument,
+    op_name,
+    replace_operands,
+    tensor_operands,
+)
 from passes.context import Context
-from passes.local_arguments import local_result, once, set_argument, split_axes
+from passes.local_arguments import OF_STORAGE, given_strides
+from passes.local_indices import HANDLERS, contiguous_operands, replace_node
 
 aten = torch.ops.aten
 
@@ -71,17 +79,20 @@ class Localiser:
             self.graph.erase_node(node)
         elif node.target in markers.MOVES:
             self._lower_move(node)
-        elif node.target is not operator.getitem and node.meta.get("choice"):
-            handler = _HANDLERS.get(op_name(node), _contiguous_operands if "found_rule" in node.meta else None)
-            if handler is not None:
-                with self.graph.inserting_before(node):
-                    handler(self, node)
-            self.run(node)
         else:
-            if op_name(node) in local_arguments.OF_STORAGE:
-                with self.graph.inserting_before(node):
-                    local_arguments.given_strides(self, node)
+            with self.graph.inserting_before(node):
+                self._localise_arguments(node)
             self.run(node)
+
+    def _localise_arguments(self, node: Node) -> None:
+        handler = HANDLERS.get(op_name(node), contiguous_operands if "found_rule" in node.meta else None)
+        is_split = bool(node.meta.get("choice")) and node.target is not operator.getitem
+        if is_split:
+            self._fill_operands(node)
+        if not is_split and op_name(node) in OF_STORAGE:
+            handler = given_strides
+        if handler is not None and (is_split or handler in (contiguous_operands, given_strides)):
+            handler(self, node)  # what is whole may have been gathered from padded chunks, and be strided
 
     # -- local values ------------------------------------------------------------------------------------------
     def _empty(self, node: Node) -> torch.Tensor:
@@ -100,8 +111,8 @@ class Localiser:
             return n.meta["local_val"]
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), local)
-        if node.target is collectives.coordinate:
-            return 0
+        if node.target in _FAKE_NUMBERS:
+            return _FAKE_NUMBERS[node.target](self.mesh, *args)
         if node.target in _FAKE_COLLECTIVES:
             with self.mode:
                 return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
@@ -141,28 +152,73 @@ class Localiser:
         self.run(cast)
         return cast
 
-    def offset(self, node: Node, axes: list[str], local_size: int) -> Node | int:
-        """This rank's first index along a factor split by `axes` (major first)."""
-        if not axes:
-            return 0
-        index: Node | None = None
-        for axis in axes:
-            position = self.call(node, collectives.coordinate, axis)
-            if index is None:
-                index = position
-            else:
-                scaled = self.call(node, operator.mul, index, self.mesh.size(axis))
-                index = self.call(node, operator.add, scaled, position)
-        assert index is not None
-        return self.call(node, operator.mul, index, local_size)
+    def first(self, node: Node, size: int, axes: Sequence[str], inner: int = 1) -> Node | int:
+        """This rank's first index along a factor of `size` split by `axes` (major first), each of `inner` elements."""
+        return self._times(node, self.call(node, collectives.first, size, *axes), inner) if axes else 0
 
-    def scale_result(self, node: Node, divisor: int) -> None:
-        """Divides the node's result, which is one of `divisor` shares."""
+    def count(self, node: Node, size: int, axes: Sequence[str], inner: int = 1) -> Node | int:
+        """How many elements of the factor this rank has, padding apart."""
+        ways = [self.mesh.size(axis) for axis in axes]
+        if size % math.prod(ways) == 0:
+            return chunk_size(size, ways) * inner
+        return self._times(node, self.call(node, collectives.count, size, *axes), inner)
+
+    def _times(self, node: Node, value: Node, inner: int) -> Node:
+        return value if inner == 1 else self.call(node, operator.mul, value, inner)
+
+    def scale_result(self, node: Node, own: int, whole: int) -> None:
+        """Makes the result, which speaks of `own` elements, a share of that of `whole`."""
+        if own == whole:
+            return
+        by, number = (aten.div.Scalar, whole // own) if whole % own == 0 else (aten.mul.Scalar, own / whole)
         users = list(node.users)
         with self.graph.inserting_before(node.next):
             self.run(node)
-            share = self.call(node, aten.div.Scalar, node, divisor, layout=node.meta["layout"])
-        _replace(node, share, users)
+            share = self.call(node, by, node, number, layout=node.meta["layout"])
+        replace_node(node, share, users)
+
+    # -- padding -----------------------------------------------------------------------------------------------
+    def _fill_operands(self, node: Node) -> None:
+        """Padding that the op would sum over becomes neutral; padding that it would take for indices becomes 0."""
+        rule: LeafRule = node.meta["rule"]
+        fills = _fills(rule, node.meta["choice"], self.mesh)
+        if not fills or is_view(node):
+            return
+        operands = []
+        for value, dims in zip(tensor_operands(node), rule.operands, strict=True):
+            dtype = value.meta["val"].dtype
+            is_index = not (
+                dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or is_pointwise(node.target)
+            )
+            found: dict[str, list[Position]] = {}
+            for d, factors in enumerate(dims):
+                for i, factor in enumerate(factors):
+                    fill = fills.get(factor, "none")
+                    if fill != "none" or (is_index and factor in fills):
+                        found.setdefault(fill, []).append((d, i))
+            for fill, positions in found.items():
+                value = self.fill_padding(node, value, positions, _neutral(fill, dtype))
+            operands.append(value)
+        replace_operands(node, operands)
+
+    def fill_padding(self, node: Node, value: Node, positions: Iterable[Position], fill: float) -> Node:
+        """`value` with `fill` in the padding of the factors at `positions`; `node` is the op that will read it."""
+        layout = value.meta["layout"]
+        filled = self._reshaped(node, value, layout.local_factor_shape(self.mesh))
+        for position in positions:
+            factor = layout.dims[position[0]][position[1]]
+            size, dim = factor.local_size(self.mesh), _flat(layout, position)
+            index = self.call(node, aten.arange.default, size)
+            padding = self.call(node, aten.ge.Scalar, index, self.count(node, factor.size, factor.axes))
+            trailing = filled.meta["local_val"].dim() - dim - 1
+            if trailing:
+                padding = self.call(node, aten.view.default, padding, [size, *[1] * trailing])
+            filled = self.call(node, aten.masked_fill.Scalar, filled, padding, fill)
+        result = self._reshaped(node, filled, layout.local_shape(self.mesh))
+        result.meta.update(
+            layout=layout, val=value.meta["val"]
+        )  # it stands for the operand: `node` may have many values
+        return result
 
     # -- moves -------------------------------------------------------------------------------------------------
     def _lower_move(self, node: Node) -> None:
@@ -170,12 +226,27 @@ class Localiser:
         before, after = value.meta["layout"], node.meta["layout"]
         target, args = _lowered(node, before)
         flat = self._reshaped(node, value, before.local_factor_shape(self.mesh))
-        moved = self.call(node, target, flat, axis, *args)
-        result = self._reshaped(node, moved, after.local_shape(self.mesh))
+        padded = self._padded(node, flat, after.local_factor_shape(self.mesh), str(axis))
+        moved = self.call(node, target, padded, axis, *args)
+        cut = self._cut(node, moved, after.local_factor_shape(self.mesh))
+        result = self._reshaped(node, cut, after.local_shape(self.mesh))
         result.meta["layout"] = after
         self._check(result)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
+
+    def _padded(self, node: Node, value: Node, after: Sequence[int], axis: str) -> Node:
+        """`value` as long along each dim as the chunks that it is moved to, put together."""
+        before, ways = value.meta["local_val"].shape, self.mesh.size(axis)
+        wanted = [new * ways if new < old else old for old, new in zip(before, after, strict=True)]
+        return value if tuple(before) == tuple(wanted) else self.call(node, collectives.pad, value, wanted)
+
+    def _cut(self, node: Node, value: Node, after: Sequence[int]) -> Node:
+        """`value` without the padding of the chunks that were put together."""
+        for dim, (size, kept) in enumerate(zip(value.meta["local_val"].shape, after, strict=True)):
+            if kept < size:
+                value = self.call(node, aten.slice.Tensor, value, dim, 0, kept)
+        return value
 
     def _reshaped(self, node: Node, value: Node, shape: tuple[int, ...]) -> Node:
         if tuple(value.meta["local_val"].shape) == shape:
@@ -229,234 +300,48 @@ def _fake_all_to_all(mesh: Mesh, x: torch.Tensor, axis: str, split_dim: int, con
     return x.new_empty(shape)
 
 
+_FAKE_NUMBERS: dict[Any, Callable[..., int]] = {
+    collectives.coordinate: lambda mesh, axis: 0,
+    collectives.first: lambda mesh, size, *axes: 0,
+    collectives.count: lambda mesh, size, *axes: chunk_size(size, map(mesh.size, axes)),
+}
+"""What a rank is told of its place, for shapes."""
+
 _FAKE_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     collectives.all_gather: _resized(lambda mesh, axis: (mesh.size(axis), 1)),
     collectives.reduce_scatter: _resized(lambda mesh, axis: (1, mesh.size(axis))),
+    collectives.pad: lambda mesh, x, sizes: x.new_empty(sizes),
     collectives.shard: lambda mesh, x, axis, dim: x.narrow(dim, 0, x.shape[dim] // mesh.size(axis)),
     collectives.all_reduce: lambda mesh, x, axis, op: x.new_empty(x.shape),
     collectives.all_to_all: _fake_all_to_all,
 }
 
 
-# -- ops with arguments that speak of global sizes ---------------------------------------------------------------
-def _scaled(localiser: Localiser, layout: Layout, dim: int, index: int) -> int:
-    """A bound along `dim` in local terms: chunks shrink with the dim; the far end (2**63 - 1) stays."""
-    whole, local = layout.global_shape[dim], layout.local_shape(localiser.mesh)[dim]
-    if index >= whole:
-        return local
-    if index < 0:
-        index += whole
-    return index * local // whole
+# -- padding ---------------------------------------------------------------------------------------------------------
+def _fills(rule: LeafRule, choice: Choice, mesh: Mesh) -> dict[int, str]:
+    """Factors whose chunks hold padding → the reduction by which they leave a result; "none" where none lacks them."""
+    fills: dict[int, str] = {}
+    for factor in {split.factor for split in choice if split.factor >= 0}:
+        ways = math.prod(mesh.size(split.axis) for split in choice if split.factor == factor)
+        if rule.factors[factor].size % ways:
+            indexed = any(letter == rule.factors[factor].letter for _, letter in rule.indexes)
+            lacking = [
+                reduction
+                for dims, reduction in zip(rule.results, rule.reductions, strict=True)
+                if not indexed and not any(factor in dim for dim in dims)
+            ]
+            fills[factor] = lacking[0] if lacking else "none"
+    return fills
 
 
-def _slice(localiser: Localiser, node: Node) -> None:
-    layout = tensor_operands(node)[0].meta["layout"]
-    dim = argument(node, 1, "dim", 0) % len(layout.dims)
-    for index, name in ((2, "start"), (3, "end")):
-        bound = argument(node, index, name)
-        if bound is not None:
-            set_argument(node, index, name, _scaled(localiser, layout, dim, bound))
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _slice_backward(localiser: Localiser, node: Node) -> None:
-    layout = node.meta["layout"]
-    dim = argument(node, 2, "dim") % len(layout.dims)
-    bounds = (argument(node, 3, "start"), argument(node, 4, "end"))
-    start, end = (_scaled(localiser, layout, dim, bound) for bound in bounds)
-    node.args = (node.args[0], local_result(localiser, node), dim, start, end, node.args[5])
-
-
-def _split(localiser: Localiser, node: Node) -> None:
-    dim = argument(node, 2, "dim", 0)
-    sizes = [layout.local_shape(localiser.mesh)[dim] for layout in node.meta["layout"]]
-    has_sizes = isinstance(node.args[1], (list, tuple))
-    node.args = (node.args[0], sizes if has_sizes else sizes[0], *node.args[2:])
-
-
-def _mean(localiser: Localiser, node: Node) -> None:
-    """The mean of a shard is `n` times its share of the whole mean."""
-    operand, result = tensor_operands(node)[0].meta["layout"], node.meta["layout"]
-    reduced = [axis for axis, _ in result.partial if operand.position(axis) is not None]
-    if reduced:
-        localiser.scale_result(node, math.prod(localiser.mesh.size(axis) for axis in reduced))
-
-
-def _replace(node: Node, result: Node, users: list[Node]) -> None:
-    """`result` stands for the step graph's node from now on: it has its key and its readers."""
-    if "key" in node.meta:
-        result.meta["key"] = node.meta.pop("key")
-    for user in users:
-        user.replace_input_with(node, result)
-
-
-def _localised_index(localiser: Localiser, node: Node, index: Node, axes: list[str], size: int) -> tuple[Node, Node]:
-    """Indices into this rank's range (0 where outside), and where they are inside."""
-    first = localiser.offset(node, axes, size)
-    shifted = localiser.call(node, aten.sub.Tensor, index, first)
-    above = localiser.call(node, aten.ge.Scalar, shifted, 0)
-    below = localiser.call(node, aten.lt.Scalar, shifted, size)
-    inside = localiser.call(node, aten.bitwise_and.Tensor, above, below)
-    clamped = localiser.call(node, aten.mul.Tensor, shifted, inside)
-    return clamped, inside
-
-
-def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node:
-    """`value` where `inside`, else 0: chosen, not multiplied, since what is masked out may be infinite."""
-    missing = value.meta["local_val"].dim() - inside.meta["local_val"].dim()
-    for _ in range(missing):
-        inside = localiser.call(node, aten.unsqueeze.default, inside, -1)
-    nothing = False if value.meta["local_val"].dtype == torch.bool else 0
-    return localiser.call(node, aten.where.ScalarOther, inside, value, nothing)
-
-
-def _index_axes(node: Node) -> tuple[list[str], Layout]:
-    rule: LeafRule = node.meta["rule"]
-    axes = [axis for _, letter in rule.indexes[:1] for axis in split_axes(rule, node, letter)]
-    return axes, tensor_operands(node)[0].meta["layout"]
-
-
-def _contiguous_operands(localiser: Localiser, node: Node) -> None:
-    """For kernels that read operands as if they were contiguous: wrong numbers from a strided shard.
-
-    Torch 2.13's reads statistics so; what a user's kernel does isn't known.
-    """
-    for operand in tensor_operands(node):
-        if not operand.meta["local_val"].is_contiguous():
-            dense = localiser.call(node, aten.clone.default, operand)
-            dense.kwargs = {"memory_format": torch.contiguous_format}
-            localiser.run(dense)
-            dense.meta["layout"] = operand.meta["layout"]
-            node.replace_input_with(operand, dense)
-
-
-def _embedding(localiser: Localiser, node: Node) -> None:
-    axes, table = _index_axes(node)
-    if axes:
-        size = table.local_shape(localiser.mesh)[0]
-        index, inside = _localised_index(localiser, node, node_argument(node, 1), axes, size)
-        node.args = (node.args[0], index)
-        _mask_result(localiser, node, inside)
-
-
-def _mask_result(localiser: Localiser, node: Node, inside: Node) -> None:
-    users = list(node.users)
-    with localiser.graph.inserting_before(node.next):
-        localiser.run(node)
-        result = _masked(localiser, node, node, inside)
-    result.meta["layout"] = node.meta["layout"]
-    _replace(node, result, users)
-
-
-def _embedding_backward(localiser: Localiser, node: Node) -> None:
-    axes, _ = _index_axes(node)
-    if not axes:
-        return
-    gradient, index, padding = node_argument(node, 0), node_argument(node, 1), node.args[3]
-    size = local_result(localiser, node)[0]
-    if isinstance(padding, int) and padding >= 0:
-        kept = localiser.call(node, aten.ne.Scalar, index, padding)
-        gradient = _masked(localiser, node, gradient, kept)
-    index, inside = _localised_index(localiser, node, index, axes, size)
-    gradient = _masked(localiser, node, gradient, inside)
-    node.args = (gradient, index, size, -1, *node.args[4:])
-
-
-def _gather(localiser: Localiser, node: Node) -> None:
-    axes, table = _index_axes(node)
-    if axes:
-        size = table.local_shape(localiser.mesh)[argument(node, 1, "dim")]
-        index, inside = _localised_index(localiser, node, node_argument(node, 2), axes, size)
-        node.args = (node.args[0], node.args[1], index, *node.args[3:])
-        _mask_result(localiser, node, inside)
-
-
-def _scatter_add(localiser: Localiser, node: Node) -> None:
-    axes, table = _index_axes(node)
-    if axes:
-        size = table.local_shape(localiser.mesh)[argument(node, 1, "dim")]
-        index, inside = _localised_index(localiser, node, node_argument(node, 2), axes, size)
-        node.args = (*node.args[:2], index, _masked(localiser, node, node_argument(node, 3), inside))
-    once(0)(localiser, node)
-
-
-def _linear(localiser: Localiser, node: Node) -> None:
-    """A partial result takes the bias once."""
-    if len(node.args) > 2 and node.args[2] is not None:
-        _take_once(localiser, node, 2, [axis for axis, _ in node.meta["layout"].partial])
-
-
-def _take_once(localiser: Localiser, node: Node, index: int, axes: list[str]) -> None:
-    """Operand `index` counts on the rank at 0 of each of `axes` alone."""
-    for axis in axes:
-        position = localiser.call(node, collectives.coordinate, axis)
-        first = localiser.call(node, operator.eq, position, 0)
-        scaled = localiser.call(node, aten.mul.Tensor, node.args[index], first)
-        node.args = (*node.args[:index], scaled, *node.args[index + 1 :])
-
-
-def _squeeze(localiser: Localiser, node: Node) -> None:
-    """A view: a dim that only a shard has of size 1 must stay."""
-    node.target, node.args, node.kwargs = aten.view.default, (node.args[0], local_result(localiser, node)), {}
-
-
-def _arange(localiser: Localiser, node: Node) -> None:
-    """`start + step * (offset + i)`, counted as torch does: in whole numbers or in float64, then cast.
-
-    Counting in the result's own dtype would round twice.
-    """
-    (whole,), (local,) = node.meta["layout"].global_shape, node.meta["layout"].local_shape(localiser.mesh)
-    if whole == local:
-        return
-    numbers = [a for a in node.args if isinstance(a, (int, float))]
-    start, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
-    axes = [axis for factor in node.meta["layout"].dims[0] for axis in factor.axes]
-    first = localiser.offset(node, axes, local)
-    dtype = node.meta["val"].dtype
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    node.target, node.args, node.kwargs = aten.arange.default, (local,), {**node.kwargs, "dtype": wide}
-    users, layout = list(node.users), node.meta["layout"]
-    with localiser.graph.inserting_before(node.next):
-        localiser.run(node)
-        value = localiser.call(node, aten.add.Tensor, node, first, layout=layout)
-        if step != 1:
-            value = localiser.call(node, aten.mul.Tensor, value, step, layout=layout)
-        if start != 0:
-            value = localiser.call(node, aten.add.Tensor, value, start, layout=layout)
-        if wide != dtype:
-            value = localiser.cast(value, dtype)
-    _replace(node, value, users)
-
-
-def _drawn(localiser: Localiser, node: Node) -> None:
-    """A random op draws by the global index: its shard's factors, their steps in the whole, and where it begins."""
-    layout = node.meta["layout"]
-    sizes, strides, own = shard_arguments(
-        [f.size for _, f in layout.positions()], layout.local_factor_shape(localiser.mesh)
-    )
-    begin: Node | int = 0
-    for (_, factor), stride in zip(layout.positions(), own, strict=True):
-        first = localiser.offset(node, list(factor.axes), factor.local_size(localiser.mesh) * stride)
-        begin = first if begin == 0 else begin if first == 0 else localiser.call(node, operator.add, begin, first)
-    set_argument(node, 2, "shape", local_result(localiser, node))
-    node.kwargs = {**node.kwargs, "sizes": sizes, "strides": strides, "offset": begin}
-
-
-_HANDLERS: dict[str, Callable[[Localiser, Node], None]] = {
-    **local_arguments.HANDLERS,
-    "aten.slice": _slice,
-    "aten.slice_backward": _slice_backward,
-    **dict.fromkeys(("aten.split", "aten.split_with_sizes"), _split),
-    **dict.fromkeys(("aten.unsafe_split", "aten.unsafe_split_with_sizes"), _split),
-    "aten.mean": _mean,
-    "aten.native_layer_norm_backward": _contiguous_operands,
-    "aten.squeeze": _squeeze,
-    "aten.embedding": _embedding,
-    "aten.embedding_dense_backward": _embedding_backward,
-    "aten.gather": _gather,
-    "aten.scatter_add": _scatter_add,
-    "autopar.linear": _linear,
-    "aten.arange": _arange,
-    **dict.fromkeys(("autopar.random_mask", "autopar.random_uniform"), _drawn),
-    **dict.fromkeys(("autopar.random_normal", "autopar.random_integers"), _drawn),
-}
-"""Ops whose arguments speak of global sizes or indices, with the rewrite that makes them local."""
+def _neutral(reduction: str, dtype: torch.dtype) -> float:
+    """What changes nothing when it is reduced: 0 for sums, the least value for a max."""
+    if reduction in ("max", "min") and dtype != torch.bool:
+        range_ = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        ends = (-math.inf, math.inf) if dtype.is_floating_point else (range_.min, range_.max)
+        return ends[reduction == "min"]
+    return float(reduction in ("prod", "min"))

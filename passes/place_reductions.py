@@ -76,7 +76,8 @@ def _way_to_reduced(gradient: Node) -> list[Node]:
     while len(node.users) == 1:
         (node,) = node.users
         is_collective = node.target in collectives.STARTED
-        if not (is_collective or is_view(node)) or node.meta["stage"] != gradient.meta["stage"]:
+        is_free = is_view(node) or node.target is collectives.pad
+        if not (is_collective or is_free) or node.meta["stage"] != gradient.meta["stage"]:
             break
         way.append(node)
         is_reduced = is_reduced or is_collective

@@ -46,9 +46,11 @@ def test_one_axis_splits_a_factor_passes_partial_sums_or_neither() -> None:
     assert texts(MM, "tp=2") == ["", "tp=m", "tp=k", "tp=n", "tp=+0", "tp=+1"]
 
 
-def test_a_factor_must_divide() -> None:
-    assert texts(MM, "tp=3") == ["", "tp=m", "tp=+0", "tp=+1"]
-    assert texts(MM, "tp=7", allow_partial=False) == [""]
+def test_a_factor_need_not_divide_but_no_rank_may_get_half_padding() -> None:
+    assert texts(MM, "tp=3") == ["", "tp=m", "tp=k", "tp=n", "tp=+0", "tp=+1"]
+    assert texts(MM, "tp=7", allow_partial=False) == ["", "tp=m", "tp=k", "tp=n"]
+    assert texts(MM, "tp=8", allow_partial=False) == ["", "tp=m", "tp=n"]
+    assert texts(MM, "tp=20", allow_partial=False) == [""]
 
 
 def test_an_axis_of_one_rank_and_the_pipeline_choose_nothing() -> None:
@@ -60,12 +62,13 @@ def test_axes_that_share_a_factor_have_an_order_others_have_none() -> None:
     found = texts(node_of(aten.mm.default, t(8, 4), t(4, 6)), "dp=2 tp=2", allow_partial=False)
     assert {"dp=m tp=m", "tp=m dp=m"} <= set(found)
     assert "dp=m tp=n" in found and "tp=n dp=m" not in found
-    assert len(found) == len(set(found)) == 4 * 4 - 1 + 2  # n is not split four ways; m and k in either order
+    assert len(found) == len(set(found)) == 4 * 4 + 3  # m, n and k in either order
     assert len(texts(node_of(aten.mm.default, t(8, 1), t(1, 1)), "a=2 b=2 c=2", allow_partial=False)) == 1 + 3 + 6 + 6
 
 
-def test_axes_that_share_a_factor_must_divide_it_together() -> None:
-    assert "dp=m tp=m" not in texts(MM, "dp=2 tp=2")
+def test_axes_that_share_a_factor_must_be_worth_it_together() -> None:
+    assert "dp=m tp=m" in texts(MM, "dp=2 tp=2")
+    assert "dp=m tp=m" not in texts(MM, "dp=3 tp=4")
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2 tp=2"])

@@ -40,8 +40,16 @@ def test_units_are_what_runs_before_the_blocks_each_block_and_what_runs_after(mo
     assert set(order) == set(range(len(names)))
 
 
-def test_a_model_without_blocks_is_one_unit() -> None:
-    names, unit = units_of(step_of("convnet").capture().gradient.graph)
+def test_without_module_lists_the_modules_of_the_first_level_are_units() -> None:
+    graph = step_of("convnet").capture().gradient.graph
+    names, unit = units_of(graph)
+    assert names == ("conv", "norm", "head", "output")
+    order = [unit[node] for node in graph.nodes if node in unit]
+    assert order == sorted(order) and set(order) == {0, 1, 2, 3}
+
+
+def test_a_model_without_modules_is_one_unit() -> None:
+    names, unit = units_of(step_of("squares").capture().gradient.graph)
     assert len(names) == 1 and set(unit.values()) == {0}
 
 

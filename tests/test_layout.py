@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from autopar.layout import Factor, Layout
+from autopar.layout import Factor, Layout, is_worth_splitting
 from autopar.mesh import Mesh
 from tests.random_layouts import SHAPES, random_layout
 
@@ -94,7 +94,8 @@ def test_every_element_lies_on_as_many_ranks_as_axes_leave() -> None:
             layout = random_layout(sizes, mesh, rng, partial=False)
             numbers = torch.arange(torch.Size(layout.global_shape).numel()).reshape(layout.global_shape)
             shards = [layout.shard(numbers, mesh, mesh.coordinates(rank)) for rank in range(mesh.num_ranks)]
-            counts = torch.bincount(torch.cat([shard.flatten() for shard in shards]))
+            content = [layout.content(s, mesh, mesh.coordinates(rank)) for rank, s in enumerate(shards)]
+            counts = torch.bincount(torch.cat([own.flatten() for own in content]))
             assert counts.eq(mesh.num_ranks // layout.num_shards(mesh)).all()
 
 
@@ -102,6 +103,32 @@ def test_a_middle_factor_gives_a_strided_shard() -> None:
     """What a fused qkv split by heads needs: rows of each of q, k and v."""
     layout, mesh = Layout.parse("[(3 4@tp 2)]"), Mesh.parse("tp=2")
     assert layout.shard(torch.arange(24), mesh, {"tp": 1}).tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
+
+
+def test_a_factor_that_an_axis_does_not_divide_is_padded() -> None:
+    layout, mesh, whole = Layout.parse("[5@tp]"), Mesh.parse("tp=2"), torch.arange(1, 6)
+    shards = [layout.shard(whole, mesh, {"tp": i}) for i in range(2)]
+    assert [shard.tolist() for shard in shards] == [[1, 2, 3], [4, 5, 0]]
+    assert [layout.content(shard, mesh, {"tp": i}).tolist() for i, shard in enumerate(shards)] == [[1, 2, 3], [4, 5]]
+    assert layout.is_padded(mesh) and not Layout.parse("[6@tp]").is_padded(mesh)
+    poisoned = [shards[0], torch.tensor([4, 5, 99])]
+    assert torch.equal(layout.unshard(lambda at: poisoned[at["tp"]], mesh), whole)
+
+
+def test_a_second_axis_splits_the_chunks_of_the_first() -> None:
+    """Chunks of chunks: 5 over a is 3 and 2, each over b is 2 and 1, or 2 and nothing."""
+    layout, mesh = Layout.parse("[5@a.b]"), Mesh.parse("a=2 b=2")
+    content = [
+        layout.content(layout.shard(torch.arange(5), mesh, at), mesh, at).tolist()
+        for at in map(mesh.coordinates, range(4))
+    ]
+    assert content == [[0, 1], [2], [3, 4], []]
+    assert layout.local_shape(mesh) == (2,)
+
+
+@pytest.mark.parametrize(("size", "ways", "fits"), [(6, [4], True), (2, [4], False), (2, [3], True), (5, [2, 2], True)])
+def test_a_split_that_leaves_more_padding_than_content_is_not_worth_it(size: int, ways: list[int], fits: bool) -> None:
+    assert is_worth_splitting(size, ways) == fits
 
 
 def test_the_first_axis_of_a_factor_is_major() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ def replacements(draws: Draws, *, mixed: bool = False) -> dict[Any, Callable[...
         F.nll_loss: _nll_loss,
         F.mse_loss: _mse_loss,
         F.pad: _pad,
+        torch.lstm: _lstm,
     }
     for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
         table[grouped] = _grouped_mm  # the one of two names that this torch has
@@ -152,6 +154,14 @@ def _multi_head_attention(
 def _autocast_dtype() -> torch.dtype | None:
     """Custom ops bypass autocast: their operands are cast by hand."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _lstm(*arguments: Any) -> Any:
+    """In primitive ops, step by step: oneDNN's whole layer can't be split, nor traced backward (torch 2.13)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of another vendor's devices, whenever oneDNN's flags are set
+        with torch.backends.mkldnn.flags(enabled=False):
+            return torch.lstm(*arguments)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,11 @@ def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     if "local_val" in node.meta:
         return nbytes(node.meta["local_val"])
     layout = node.meta.get("layout")
-    whole = nbytes(node.meta.get("val"))
-    return whole // layout.num_shards(mesh) if layout is not None and not isinstance(layout, tuple) else whole
+    value = node.meta.get("val")
+    if value is None or layout is None or isinstance(layout, tuple):
+        return nbytes(value)
+    size: int = math.prod(layout.local_shape(mesh))
+    return size * int(value.element_size())
 
 
 def slot_bytes(value: Value, mesh: Mesh) -> int:

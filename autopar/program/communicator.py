@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.collectives import ordered_reduce
+from autopar.layout import padded, window
 from autopar.mesh import PIPELINE_AXIS, Mesh
 
 _AXIS_TAG, _STAGE_TAG = 1, 16
@@ -325,8 +326,20 @@ class ProcessCommunicator:
         size = x.shape[dim] // self.mesh.size(axis)
         return x.narrow(dim, self.coordinate(axis) * size, size)
 
+    def pad(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return padded(x, tuple(sizes))
+
     def coordinate(self, axis: str) -> int:
         return self.coordinates.get(axis, 0)
+
+    def first(self, size: int, *axes: str) -> int:
+        return self._window(size, axes)[0]
+
+    def count(self, size: int, *axes: str) -> int:
+        return self._window(size, axes)[1]
+
+    def _window(self, size: int, axes: Sequence[str]) -> tuple[int, int]:
+        return window(size, [(self.coordinate(axis), self.mesh.size(axis)) for axis in axes])
 
     def broadcast(self, x: Tensor, axis: str, source: int) -> Tensor:
         """`x` of the rank at coordinate `source` along `axis`, written into `x`."""

@@ -5,7 +5,8 @@
     whole = state.full_state_dict()                                                # on rank 0, on the CPU
 
 A DTensor's `Shard(d)` is a contiguous chunk of dim d, axes of one dim in mesh order. A layout that splits a middle
-factor, or whose axes stand in another order, has no such chunk: its `plain_layout`, with the same splits, has.
+factor, whose axes stand in another order, or that pads chunks of chunks (torch chunks what is really there) has no such
+chunk: it is laid out anew, a tensor at a time.
 
 Invariants:
 - never more than one whole tensor at a time on a rank, beside what rank 0 collects;
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import PlanError
-from autopar.layout import Factor, Layout
+from autopar.layout import Factor, Layout, chunk_size, window
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.communicator import ProcessCommunicator
 from autopar.program.executor import StageExecutor
@@ -58,7 +59,8 @@ def is_plain(layout: Layout, mesh: Mesh) -> bool:
         order = [axis for factor in dim for axis in factor.axes if mesh.size(axis) > 1]
         split = [i for i, factor in enumerate(dim) if factor.local_size(mesh) < factor.size]
         whole_before = [factor for factor in dim[: split[-1]] if factor.local_size(mesh) > 1] if split else []
-        if whole_before or order != [axis for axis in mesh.names if axis in order]:
+        otherwise_chunked = any(factor.is_padded(mesh) for factor in dim) and (len(order) > 1 or len(dim) > 1)
+        if whole_before or otherwise_chunked or order != [axis for axis in mesh.names if axis in order]:
             return False
     return True
 
@@ -78,8 +80,9 @@ def gather_whole(local: Tensor, layout: Layout, mesh: Mesh, communicator: Proces
     for axis, op in layout.partial:
         value = communicator.all_reduce(value, axis, op)
     for dim, factor in enumerate(factors):
-        for axis in reversed(factor.axes):
-            value = communicator.all_gather(value, axis, dim)
+        for index in reversed(range(len(factor.axes))):
+            size = chunk_size(factor.size, map(mesh.size, factor.axes[:index]))
+            value = communicator.all_gather(value, factor.axes[index], dim).narrow(dim, 0, size)
     return value.reshape(layout.global_shape)
 
 
@@ -117,29 +120,44 @@ class LocalState:
     def _to_dtensor(self, slot: Slot) -> DTensor:
         from torch.distributed.tensor import DTensor
 
-        value, local = self._value(slot), ordinary(self.executor.get(slot))
-        layout = plain_layout(self._saved_layout(slot), self.mesh)
-        if value.layout != self._saved_layout(slot) or not is_plain(value.layout, self.mesh):
-            local = self._relay(local, value.layout, layout)
-        shape = torch.Size(value.layout.global_shape)
+        layout, local = self._value(slot).layout, ordinary(self.executor.get(slot))
+        saved = self._saved_layout(slot)
+        where = placements(plain_layout(saved, self.mesh), self.mesh)
+        if layout == saved and is_plain(layout, self.mesh):
+            local = self._content(local, layout)
+        else:
+            whole = gather_whole(local, layout, self.mesh, self.executor.communicator)
+            local = self._chunk(whole, where).clone()
+        shape = torch.Size(layout.global_shape)
         return DTensor.from_local(
-            local, self._device_mesh(), placements(layout, self.mesh), run_check=False, shape=shape,
+            local, self._device_mesh(), where, run_check=False, shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
 
     def _from_dtensor(self, slot: Slot, tensor: DTensor) -> None:
-        value, local = self._value(slot), tensor.to_local()
-        saved = self._saved_layout(slot)
-        if value.layout != saved or not is_plain(value.layout, self.mesh):
-            local = self._relay(local, plain_layout(saved, self.mesh), value.layout)
-        if local.untyped_storage().data_ptr() != self.executor.get(slot).untyped_storage().data_ptr():
-            self.executor.set(slot, local.clone())
+        layout, local, at = self._value(slot).layout, tensor.to_local(), self.executor.communicator.coordinates
+        own = self.executor.get(slot)
+        if layout != self._saved_layout(slot) or not is_plain(layout, self.mesh):
+            whole = tensor.full_tensor()
+            self.executor.set(slot, layout.shard(whole, self.mesh, at).clone())
+        elif local.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+            self.executor.set(slot, layout.padded(local, self.mesh, at).clone())
 
-    def _relay(self, local: Tensor, before: Layout, after: Layout) -> Tensor:
-        """The local tensor in layout `after` of one in `before`, by way of the whole."""
-        communicator = self.executor.communicator
-        whole = gather_whole(local, before, self.mesh, communicator)
-        return after.shard(whole, self.mesh, communicator.coordinates).clone()
+    def _content(self, local: Tensor, layout: Layout) -> Tensor:
+        """A plain local tensor without padding: a part of its memory."""
+        for dim, size in enumerate(layout.content_shape(self.mesh, self.executor.communicator.coordinates)):
+            local = local.narrow(dim, 0, size)
+        return local
+
+    def _chunk(self, whole: Tensor, where: tuple[Placement, ...]) -> Tensor:
+        """The rank's chunk, as DTensor counts: an axis chunks what the one before it has left."""
+        for axis, placement in zip(self.mesh.names, where, strict=False):
+            if placement.is_shard():
+                dim = int(placement.dim)  # type: ignore[attr-defined]
+                coordinate = self.executor.communicator.coordinate(axis)
+                start, count = window(whole.shape[dim], [(coordinate, self.mesh.size(axis))])
+                whole = whole.narrow(dim, min(start, whole.shape[dim]), count)
+        return whole
 
     def _saved_layout(self, slot: Slot) -> Layout:
         """That of the first stage that has the slot: all must write the same chunks."""

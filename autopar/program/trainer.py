@@ -116,10 +116,11 @@ class Trainer:
         mesh, layout = self.mesh.spmd, described.layout
         if value.dtype != described.dtype:
             raise PlanError(f"batch {name!r}: got {value.dtype}, expected {described.dtype}")
-        shape = layout.local_shape(mesh) if local else layout.global_shape
+        at = self.communicator.coordinates
+        shape = layout.content_shape(mesh, at) if local else layout.global_shape
         pieces: Iterator[Tensor] = split_microbatches(value.detach().contiguous(), shape, microbatches, name)
-        if not local:
-            pieces = (layout.shard(piece, mesh, self.communicator.coordinates).contiguous() for piece in pieces)
+        take = layout.padded if local else layout.shard
+        pieces = (take(piece, mesh, at).contiguous() for piece in pieces)
         return [piece.to(self.device, non_blocking=True) for piece in pieces]
 
     def _random_keys(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ A part's graph is interpreted node by node, each node for all ranks of the stage
 list of its local tensors, by rank. This is what `verify` runs.
 
 Invariants:
+- padding holds NaN, or indices out of every range: no value may depend on it;
 - the same plan (`plan_steps`) as on real ranks, the same order of the sum in every reduction;
 - a `…_start` gives a value that only `wait` can read.
 """
@@ -26,7 +27,7 @@ from torch.fx.node import map_arg
 
 from autopar import collectives
 from autopar.errors import PlanError, VerificationError
-from autopar.layout import Layout
+from autopar.layout import Layout, padded, window
 from autopar.mesh import Mesh
 from autopar.program.executor import join_outputs, split_microbatches
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Value
@@ -87,7 +88,8 @@ class VirtualMesh:
             raise PlanError(f"{slot}: got shape {tuple(value.shape)}, expected {layout.global_shape}")
         whole = value.detach().to(described.dtype)
         return [
-            layout.shard(whole, self.mesh, self.mesh.coordinates(rank)).clone() for rank in range(self.mesh.num_ranks)
+            poisoned_shard(whole, layout, self.mesh, self.mesh.coordinates(rank)).clone()
+            for rank in range(self.mesh.num_ranks)
         ]
 
     def _put(self, stage: int, slot: Slot, wide: Wide) -> None:
@@ -311,6 +313,19 @@ def _coordinate(mesh: Mesh, arguments: list[Any]) -> Wide:
     return [mesh.coordinates(rank).get(axis, 0) for rank in range(mesh.num_ranks)]
 
 
+def _window(index: int) -> Callable[[Mesh, list[Any]], Wide]:
+    def run(mesh: Mesh, arguments: list[Any]) -> Wide:
+        (size, *axes), _ = arguments[0]
+        at = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
+        return [window(size, [(where.get(axis, 0), mesh.size(axis)) for axis in axes])[index] for where in at]
+
+    return run
+
+
+def _pad(mesh: Mesh, arguments: list[Any]) -> Wide:
+    return [padded(x, tuple(sizes), _poison(x.dtype)) for (x, sizes), _ in arguments]
+
+
 def _start(run: Callable[[Mesh, list[Any]], Wide]) -> Callable[[Mesh, list[Any]], Wide]:
     return lambda mesh, arguments: [_Started(value) for value in run(mesh, arguments)]
 
@@ -326,13 +341,34 @@ _COLLECTIVES: dict[Any, Callable[[Mesh, list[Any]], Wide]] = {
     **{started: _start(_NOW[target]) for target, started in collectives.STARTED.items()},
     collectives.shard: _per_group(_shard),
     collectives.wait: _wait,
+    collectives.pad: _pad,
     collectives.coordinate: _coordinate,
+    collectives.first: _window(0),
+    collectives.count: _window(1),
 }
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """What stands in padding: NaN; True, or an index out of every range, where there is none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return 1 if dtype == torch.bool else min(torch.iinfo(dtype).max, 99999)
+
+
+def poisoned_shard(whole: Tensor, layout: Layout, mesh: Mesh, at: dict[str, int]) -> Tensor:
+    """The local tensor of the rank at `at`, with poison for padding: where a program reads any, it shows."""
+    local = layout.shard(whole, mesh, at)
+    if not layout.is_padded(mesh):
+        return local
+    content, fill = layout.content(local, mesh, at), _poison(local.dtype)
+    return padded(content, layout.local_factor_shape(mesh), fill).reshape(local.shape)
 
 
 def whole_value(wide: Wide, layout: Layout, mesh: Mesh, name: str, rtol: float = 0.0, atol: float = 0.0) -> Tensor:
     """The global value of all ranks' local tensors; raises `VerificationError` when replicas differ."""
-    _check_replicas(wide, (*layout.split_axes, *dict(layout.partial)), mesh, name, rtol, atol)
+    at = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
+    content = [layout.content(local, mesh, where) for local, where in zip(wide, at, strict=True)]
+    _check_replicas(content, (*layout.split_axes, *dict(layout.partial)), mesh, name, rtol, atol)
     return layout.unshard(lambda at: wide[mesh.rank(at)], mesh)
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.layout import Layout
+from autopar.layout import Layout, is_worth_splitting
 from autopar.mesh import Mesh
 from autopar.rules.factors import LeafRule, OpFactor, Sizes
 
@@ -39,6 +40,11 @@ def splittable(rule: LeafRule, factor: int) -> bool:
     return not f.is_whole and (f.is_major or not needs_range)
 
 
+def can_split(factor: OpFactor, ways: Sequence[int]) -> bool:
+    """Whether axes of these sizes may share a factor: they divide it, or most of what the ranks get is content."""
+    return factor.size % math.prod(ways) == 0 or (not factor.must_divide and is_worth_splitting(factor.size, ways))
+
+
 def _is_only_in_results(rule: LeafRule, factor: int) -> bool:
     return not any(factor in dim for dims in rule.operands for dim in dims)
 
@@ -56,12 +62,12 @@ def _enumerate(rule: LeafRule, mesh: Mesh, allow_partial: bool) -> list[Choice]:
     sets = range(len(rule.linear)) if allow_partial else range(0)
     options: list[list[Split | None]] = []
     for axis, size in mesh.spmd.axes:
-        fits = [Split(axis, factor=f) for f in factors if rule.factors[f].size % size == 0]
+        fits = [Split(axis, factor=f) for f in factors if can_split(rule.factors[f], (size,))]
         options.append([None, *fits, *(Split(axis, linear=k) for k in sets)] if size > 1 else [None])
     choices: list[Choice] = []
     for picks in itertools.product(*options):
         splits = tuple(s for s in picks if s is not None)
-        choices.extend(order for order in _orders(splits) if _divides(rule, order, mesh))
+        choices.extend(order for order in _orders(splits) if _is_worth_it(rule, order, mesh))
     return choices
 
 
@@ -77,10 +83,9 @@ def _orders(splits: Choice) -> list[Choice]:
     return list(seen.values())
 
 
-def _divides(rule: LeafRule, splits: Choice, mesh: Mesh) -> bool:
+def _is_worth_it(rule: LeafRule, splits: Choice, mesh: Mesh) -> bool:
     for factor in {s.factor for s in splits if s.factor >= 0}:
-        ways = math.prod(mesh.size(s.axis) for s in splits if s.factor == factor)
-        if rule.factors[factor].size % ways:
+        if not can_split(rule.factors[factor], [mesh.size(s.axis) for s in splits if s.factor == factor]):
             return False
     return True
 
@@ -167,6 +172,6 @@ def input_rule(factor_sizes: Sizes, atoms: Sizes) -> LeafRule:
         start = len(factors)
         for i, size in enumerate(sizes):
             name = f"d{d}" if len(sizes) == 1 else f"d{d}.{i}"
-            factors.append(OpFactor(name, size, name, False, True, atoms[d][i]))
+            factors.append(OpFactor(name, size, name, False, True, atom=atoms[d][i]))
         dims.append(tuple(range(start, len(factors))))
     return LeafRule(tuple(factors), (), (tuple(dims),), (), ("sum",), (), (frozenset(),))

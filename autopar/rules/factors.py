@@ -99,6 +99,7 @@ class OpFactor:
     letter: str
     is_whole: bool
     is_major: bool
+    must_divide: bool = False
     atom: int = field(default=-1, compare=False)
 
 
@@ -195,6 +196,7 @@ class FactorInference:
             start, is_anywhere = len(factors), name in link.rule.anywhere
             for i, (leaf, size) in enumerate(zip(leaves, sizes, strict=True)):
                 label = name if len(sizes) == 1 else f"{name}.{i}"
-                factors.append(OpFactor(label, size, name, name in link.whole, i == 0 or is_anywhere, leaf))
+                is_major, must_divide = i == 0 or is_anywhere, name in link.rule.divided
+                factors.append(OpFactor(label, size, name, name in link.whole, is_major, must_divide, leaf))
             index[name] = tuple(range(start, len(factors)))
         return index[name]

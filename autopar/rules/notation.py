@@ -68,6 +68,8 @@ class BoundRule:
     linear: Linear = ()
     anywhere: frozenset[str] = frozenset()
     """Letters only on the right of which the op makes any part, not just a contiguous one."""
+    divided: frozenset[str] = frozenset()
+    """Letters that an axis must divide: it isn't known what padding would add to a sum over them."""
     same: tuple[frozenset[str], ...] = ()
     """For each result the letters on which it doesn't depend, though they vanish."""
 

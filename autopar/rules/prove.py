@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.program.promote import default_float64, promote_nodes, promoted, promoted_dtype
-from autopar.program.virtual import Lockstep
+from autopar.program.virtual import Lockstep, poisoned_shard
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, choice_text, enumerate_choices, operand_layouts, result_layouts
 from autopar.rules.experiment import TOLERANCE, at_shapes, difference, draw_like, run
@@ -235,7 +235,7 @@ def _aligned(node: Node, layouts: tuple[Layout, ...]) -> list[Layout | None]:
 def _shards(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     """The local tensors of all ranks; a partial value is random addends that sum to the whole."""
     ranks = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
-    locals_ = [layout.shard(value, mesh, at).contiguous() for at in ranks]
+    locals_ = [poisoned_shard(value, layout, mesh, at).contiguous() for at in ranks]
     if not layout.partial:
         return locals_
     noise = torch.Generator().manual_seed(1)

@@ -9,6 +9,7 @@ ops have one rule from their tag.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ _ROWS: Rows = {
 }
 
 
+_DIVIDED = frozenset(
+    {
+        *linalg.ROWS,
+        *(f"aten.{name}" for name in ("aminmax", "_aminmax", "histc", "bucketize", "searchsorted")),
+        *(f"aten.{name}" for name in ("linalg_vector_norm", "norm", "index_put", "_unsafe_index_put")),
+        *(f"aten.{name}" for name in ("soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")),
+        *(f"aten.{name}" for name in ("nll_loss_forward", "nll_loss2d_forward")),
+    }
+)
+"""Ops that no axis splits into chunks with padding: what neutral values add isn't nothing, or the kernel refuses it."""
+
 _TRUSTED_TAGS = ("aten", "prims", "autopar")
 """Namespaces whose ops are what their tags say; others are tried."""
 
@@ -90,12 +102,24 @@ def check_rules(graph: Graph) -> None:
 def rule_of(node: Node) -> BoundRule:
     """The rule of a call node at its real shapes: `meta["found_rule"]`, or the table's; others are whole everywhere."""
     if "found_rule" in node.meta:
-        return bind(read_rule(node.meta["found_rule"]), *shapes_of(node))
+        bound = bind(read_rule(node.meta["found_rule"]), *shapes_of(node))
+        return replace(bound, divided=_vanishing(bound))
+    bound = _bound(node)
+    return replace(bound, divided=frozenset(bound.sizes)) if op_name(node) in _DIVIDED else bound
+
+
+def _bound(node: Node) -> BoundRule:
     entry = _entry(node)
     if entry is not None and entry.function is not None:
         return entry.function(node)
     rule = _fitting(entry, node) if entry is not None else None
     return whole(node) if rule is None else bind(rule, *shapes_of(node))
+
+
+def _vanishing(rule: BoundRule) -> frozenset[str]:
+    """The letters that some result lacks."""
+    each = [{letter for dim in dims for letter in dim} for dims in rule.results]
+    return frozenset(letter for letter in rule.sizes if any(letter not in letters for letters in each))
 
 
 def _fitting(entry: Entry, node: Node) -> Rule | None:

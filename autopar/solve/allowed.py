@@ -22,9 +22,10 @@ from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.errors import PlanError
+from autopar.layout import is_worth_splitting
 from autopar.mesh import Mesh
 from autopar.pins import Pins
-from autopar.rules.choices import Choice, Split, splittable
+from autopar.rules.choices import Choice, Split, can_split, splittable
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import node_argument, op_name, tensor_operands
 from autopar.solve.costs import MATMULS
@@ -171,11 +172,11 @@ class PinRules:
 
     def _usable(self, rule: LeafRule, axis: str, factors: Iterable[int]) -> frozenset[int]:
         size = self.mesh.size(axis)
-        return frozenset(f for f in factors if splittable(rule, f) and rule.factors[f].size % size == 0)
+        return frozenset(f for f in factors if splittable(rule, f) and can_split(rule.factors[f], (size,)))
 
 
 def bind_pins(pins: Pins, graph: Graph, mesh: Mesh) -> PinRules:
-    """The predicate of `pins` on an annotated step graph; raises `PlanError` where a pinned dp divides no batch."""
+    """The predicate of `pins` on an annotated step graph; raises `PlanError` where a pinned dp splits no batch."""
     _require_rows(pins, graph, mesh)
     batch: set[int] = set()
     sequence: set[int] = set()
@@ -196,11 +197,11 @@ def _require_rows(pins: Pins, graph: Graph, mesh: Mesh) -> None:
     batches = [node for node in inputs if node.meta["val"].dim() > 0]
     if "dp" not in pins.axes or ways == 1 or not batches:
         return
-    if not any(size % ways == 0 for node in batches for size in node.meta["factor_sizes"][0]):
+    if not any(is_worth_splitting(size, (ways,)) for node in batches for size in node.meta["factor_sizes"][0]):
         rows = int(batches[0].meta["val"].shape[0])
         raise PlanError(
-            f"pin 'dp={ways}': a microbatch has {rows} rows, which dp={ways} doesn't divide; "
-            f"use fewer microbatches, a batch of a multiple of {ways} rows for each, or a smaller dp"
+            f"pin 'dp={ways}': a microbatch has {rows} rows, too few for dp={ways}: half of its ranks would have none; "
+            f"use fewer microbatches, a larger batch, or a smaller dp"
         )
 
 
@@ -210,7 +211,7 @@ def require_all_matched(rules: PinRules) -> None:
         if number not in rules.matched and rules.mesh.size(pin.axis) > 1:
             raise PlanError(
                 f"pin '{pin}': no op of a module that matches {pin.glob!r} has a {pin.what} that {pin.axis}="
-                f"{rules.mesh.size(pin.axis)} divides; see `autopar explain` for the modules and their factors"
+                f"{rules.mesh.size(pin.axis)} can split; see `autopar explain` for the modules and their factors"
             )
 
 

@@ -1,7 +1,8 @@
 """What a node of a step graph costs on one rank under a choice: arithmetic and memory traffic by its rule.
 
 Arithmetic of the matmul family is two operations per element of the product of all its factors, so any split divides
-it; attention has its own count. Every op reads its operands and writes its results once. Views cost nothing.
+it; padding counts as content, and so does filling it. Attention has its own count. Every op reads its operands and
+writes its results once. Views cost nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar import markers
-from autopar.layout import Layout
+from autopar.layout import Layout, chunk_size
 from autopar.mesh import Mesh
 from autopar.rules.choices import Choice, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
@@ -59,14 +60,38 @@ def flops(node: Node) -> float:
     return 0.0
 
 
-def ways(choice: Choice, mesh: Mesh) -> int:
-    """Into how many shares a choice divides the op's work."""
-    return math.prod(mesh.size(split.axis) for split in choice if split.factor >= 0)
+def share(rule: LeafRule, choice: Choice, mesh: Mesh) -> float:
+    """The part of the op's work that a choice leaves to a rank, padding included."""
+    part = 1.0
+    for factor, ways in _ways(choice, mesh).items():
+        size = rule.factors[factor].size
+        part *= chunk_size(size, ways) / size
+    return part
+
+
+def _ways(choice: Choice, mesh: Mesh) -> dict[int, list[int]]:
+    """Factor → sizes of the axes that split it, major first."""
+    ways: dict[int, list[int]] = {}
+    for split in choice:
+        if split.factor >= 0:
+            ways.setdefault(split.factor, []).append(mesh.size(split.axis))
+    return ways
 
 
 def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
     """Bytes of a value on one rank."""
-    return math.prod(layout.global_shape) / layout.num_shards(mesh) * element_bytes
+    return float(math.prod(layout.local_shape(mesh)) * element_bytes)
+
+
+def _filled_bytes(rule: LeafRule, choice: Choice, operand_bytes: Sequence[float], mesh: Mesh) -> float:
+    """What filling padding moves: an operand is read and written once for each padded factor that is summed away."""
+    moved = 0.0
+    for factor, ways in _ways(choice, mesh).items():
+        vanishes = any(not any(factor in dim for dim in dims) for dims in rule.results)
+        if vanishes and rule.factors[factor].size % math.prod(ways):
+            held = zip(rule.operands, operand_bytes, strict=True)
+            moved += sum(2 * size for dims, size in held if any(factor in dim for dim in dims))
+    return moved
 
 
 def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:
@@ -92,8 +117,9 @@ def _compute_costs(
     costs = []
     for choice in choices:
         layouts = (*operand_layouts(rule, choice), *result_layouts(rule, choice))
-        moved = sum(local_bytes(layout, width, mesh) for layout, width in zip(layouts, widths, strict=True))
-        costs.append(compute(total / ways(choice, mesh), moved, dtype))
+        held = [local_bytes(layout, width, mesh) for layout, width in zip(layouts, widths, strict=True)]
+        moved = sum(held) + _filled_bytes(rule, choice, held[: len(rule.operands)], mesh)
+        costs.append(compute(total * share(rule, choice, mesh), moved, dtype))
     return costs
 
 

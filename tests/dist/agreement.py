@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from autopar.compiling import compile
 from autopar.planning import plan
@@ -72,7 +73,7 @@ def rank_main(folder: Path, steps: int) -> None:
 
 
 def greatest_difference(path: Path, steps: int, deterministic: bool) -> float:
-    """Of any loss, parameter and buffer, on any rank."""
+    """Of any loss, parameter and buffer, on any rank, and of all state through a checkpoint."""
     expected: State = torch.load(path.with_suffix(".pt"))
     made = Plan.load(str(path))
     step = step_of(expected["model"], made.microbatches)
@@ -84,6 +85,7 @@ def greatest_difference(path: Path, steps: int, deterministic: bool) -> float:
     losses = [float(trainer.step(step.batch)["loss"]) for _ in range(steps)]
     found = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)]
     found += differences(trainer, expected)
+    found += checkpoint_differences(trainer, path.with_suffix(""))
     trainer.communicator.close()
     worst = torch.tensor(max(found), dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -95,6 +97,27 @@ def differences(trainer: Any, expected: State) -> list[float]:
     slots = [(Slot(kind, name), value) for name, value in whole.items() for kind in ("param", "buffer")]
     pairs = [(value, expected.get(str(slot))) for slot, value in slots]
     return [_difference(got.double(), wanted.double()) for got, wanted in pairs if wanted is not None]
+
+
+def checkpoint_differences(trainer: Any, folder: Path) -> list[float]:
+    """What a checkpoint gives back after everything that the ranks hold was lost."""
+    before = {slot: _content(trainer, slot) for slot in trainer.executor.slots}
+    whole = trainer.full_state_dict()
+    dcp.save(trainer.state_dict(), checkpoint_id=folder)
+    for slot in before:
+        trainer.executor.set(slot, torch.zeros_like(trainer.executor.get(slot)))
+    state = trainer.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    trainer.load_state_dict(state)
+    found = [_difference(_content(trainer, slot), value) for slot, value in before.items()]
+    again = trainer.full_state_dict()
+    return found + [_difference(again[name].double(), value.double()) for name, value in whole.items()]
+
+
+def _content(trainer: Any, slot: Slot) -> torch.Tensor:
+    layout = trainer.executor.stage.values[slot].layout
+    local = trainer.executor.get(slot).clone()
+    return layout.content(local, trainer.mesh.spmd, trainer.communicator.coordinates).double()
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -136,7 +136,7 @@ def test_an_index_into_a_split_table_is_offset_and_masked() -> None:
         "dp=2 tp=2",
         {"batch:table": "tp=d0 dp=d0", "aten.embedding#0": "tp=v dp=v"},
     )
-    assert kinds(graph).count("coordinate") == 2
+    assert kinds(graph).count("first") == 1
 
 
 def test_what_is_masked_out_may_be_infinite() -> None:

@@ -137,14 +137,12 @@ def test_an_accumulator_has_the_dims_of_its_parameter(seed: int) -> None:
     assert made == shapes
 
 
-def test_coordinates_are_computed_by_each_part_that_needs_them() -> None:
-    """A rank's coordinate is a number, which no slot holds."""
+def test_a_rank_s_place_is_computed_by_each_part_that_needs_it() -> None:
+    """The first index of a rank's range is a number, which no slot holds."""
     for seed in range(6):
         pipeline = random_pipeline(step_of("gpt", 1), Mesh.parse("dp=2"), seed, ())
         parts = pipeline.stages[0].parts.values()
-        with_coordinate = [
-            p.name for p in parts if any(n.target is collectives.coordinate for n in p.graph.graph.nodes)
-        ]
-        if len(with_coordinate) > 1:
+        knowing = [p.name for p in parts if any(n.target is collectives.first for n in p.graph.graph.nodes)]
+        if len(knowing) > 1:
             return
-    raise AssertionError("no plan has a coordinate in two parts")
+    raise AssertionError("no plan has a rank's place in two parts")

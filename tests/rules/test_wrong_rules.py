@@ -21,7 +21,7 @@ from autopar.rules.table import _ROWS
 
 aten, own = torch.ops.aten, torch.ops.autopar
 assert composites.LOWERED
-localise_shapes: Any = importlib.import_module("passes.localise_shapes")  # the package's name is the function
+local_indices: Any = importlib.import_module("passes.local_indices")
 
 
 def counterexamples(node: Node, mesh: str = "x=2") -> list[Counterexample]:
@@ -91,7 +91,7 @@ LOCALISED = {
 def test_wrong_localisation(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, node = LOCALISED[kind]
     assert not counterexamples(node)
-    monkeypatch.delitem(localise_shapes._HANDLERS, name)
+    monkeypatch.delitem(local_indices.HANDLERS, name)
     assert counterexamples(node)
 
 
@@ -107,7 +107,7 @@ def test_masking_by_multiplication_leaks_infinity(monkeypatch: pytest.MonkeyPatc
 
     node = node_of(aten.gather.default, t(4, 12), 1, index(4, 6))
     assert not prove(node, Mesh.parse("x=2"), sample=infinite)[1]
-    monkeypatch.setattr(localise_shapes, "_masked", multiplied)
+    monkeypatch.setattr(local_indices, "_masked", multiplied)
     assert prove(node, Mesh.parse("x=2"), sample=infinite)[1]
 
 

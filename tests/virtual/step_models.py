@@ -36,13 +36,19 @@ class GPT(nn.Module):
     """A plain GPT with biases and tied embeddings; returns its loss."""
 
     def __init__(
-        self, width: int = 8, heads: int = 2, layers: int = 1, tied: bool = True, dropout: float = 0.0
+        self,
+        width: int = 8,
+        heads: int = 2,
+        layers: int = 1,
+        tied: bool = True,
+        dropout: float = 0.0,
+        vocab: int = VOCAB,
     ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -161,6 +167,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
         )
         for n in (1, 2)
     },
+    "gpt, odd sizes": (functools.partial(gpt, width=15, heads=3, vocab=25), lambda: token_batch(6), adamw),
     "perceptrons, 8 rows": (Perceptrons, lambda: token_batch(8), adamw),
     "llama": (llama, hf_batch, adamw),
     "llama, 2 layers": (functools.partial(llama, layers=2), hf_batch, momentum),

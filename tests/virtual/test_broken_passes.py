@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar import collectives
+from autopar.errors import VerificationError
 from autopar.joint import forward_twin
 from autopar.mesh import Mesh
 from autopar.program.parts import Part, Pipeline
@@ -42,7 +43,7 @@ def is_caught(strikes: Strike, mesh: str, model: str = "gpt", microbatches: int 
             pipeline = change(pipeline) if change is not None else pipeline
             if strikes() > before and wrong(step, pipeline):
                 return True
-        except (AssertionError, RuntimeError, IndexError) as error:
+        except (AssertionError, RuntimeError, IndexError, VerificationError) as error:
             if strikes() > before:
                 return bool(str(error))
             raise
@@ -150,7 +151,7 @@ HANDLERS = ["aten.embedding", "aten.scatter_add", "aten.mean", "aten.slice", "at
 @pytest.mark.parametrize("name", HANDLERS)
 def test_an_op_that_is_not_localised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Global indices or counts on a shard: an index without its offset, a mask that isn't sliced, a mean's count."""
-    handlers, struck = module("localise_shapes")._HANDLERS, []
+    handlers, struck = module("local_indices").HANDLERS, []
     monkeypatch.setitem(handlers, name, lambda *_: struck.append(name))
     model = {"aten.mean": "squares", "aten.slice": "llama", "aten.slice_backward": "llama"}.get(name, "gpt")
     assert is_caught(lambda: len(struck), "dp=2", model, microbatches=1)
@@ -169,6 +170,14 @@ def test_a_mask_that_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(localise.Localiser, "call", call)
     assert is_caught(lambda: len(struck), "dp=2", microbatches=1)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=4"])
+def test_padding_that_is_summed(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the chunks of a size that doesn't divide counts as content."""
+    localise, struck = module("localise_shapes"), []
+    monkeypatch.setattr(localise.Localiser, "fill_padding", lambda _self, _node, value, *_: struck.append(1) or value)
+    assert is_caught(lambda: len(struck), mesh, "gpt, odd sizes", microbatches=1)
 
 
 def test_equal_nodes_that_differ_in_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.virtual.step_models import step_of
 
 aten = torch.ops.aten
 localise_shapes: Any = importlib.import_module("passes.localise_shapes")
+local_indices: Any = importlib.import_module("passes.local_indices")
 Change = Callable[[Graph], int]
 
 
@@ -153,14 +154,14 @@ def test_bug_in_a_pass(bug: str) -> None:
 # -- in the passes on the step ---------------------------------------------------------------------------------
 def test_axes_of_a_factor_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """`4096@tp.dp` offset as if dp were major."""
-    right = localise_shapes.Localiser.offset
+    right = localise_shapes.Localiser.first
     struck = []
 
-    def reversed_offset(self: Any, node: Node, axes: list[str], size: int) -> Any:
+    def reversed_axes(self: Any, node: Node, size: int, axes: tuple[str, ...], inner: int = 1) -> Any:
         struck.append(len(axes))
-        return right(self, node, axes[::-1], size)
+        return right(self, node, size, axes[::-1], inner)
 
-    monkeypatch.setattr(localise_shapes.Localiser, "offset", reversed_offset)
+    monkeypatch.setattr(localise_shapes.Localiser, "first", reversed_axes)
     seed = next(s for s in range(20) if _has_two_axes_offset(s, struck))
     assert is_caught("gpt", 1, "dp=2 tp=2", seed)
 
@@ -173,7 +174,7 @@ def _has_two_axes_offset(seed: int, struck: list[int]) -> bool:
 
 @pytest.mark.parametrize("handler", ["autopar.linear", "aten.embedding_dense_backward", "aten.gather"])
 def test_localisation_left_out(handler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(localise_shapes._HANDLERS, handler)
+    monkeypatch.delitem(local_indices.HANDLERS, handler)
     try:
         assert any(is_caught("gpt", 1, "dp=2", seed) for seed in range(3))
     except (IndexError, RuntimeError, AssertionError) as error:  # an index outside of its shard

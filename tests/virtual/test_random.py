@@ -25,7 +25,7 @@ from tests.virtual.random_plans import random_pipeline, wrong
 from tests.virtual.step_models import GPT, VOCAB, hf_batch, momentum, step_of, token_batch, weights_of
 from tests.virtual.test_models import verified
 
-localise_shapes: Any = importlib.import_module("passes.localise_shapes")
+local_indices: Any = importlib.import_module("passes.local_indices")
 MASK = torch.ops.autopar.random_mask.default
 
 PLANS = [
@@ -102,7 +102,7 @@ def test_any_layout_of_a_mask_is_right() -> None:
 
 @pytest.mark.parametrize("argument", ["offset", "strides"])
 def test_a_mask_drawn_by_the_local_index_is_caught(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = localise_shapes._HANDLERS["autopar.random_mask"]
+    right = local_indices.HANDLERS["autopar.random_mask"]
     struck = []
 
     def local(localiser: Any, node: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_mask_drawn_by_the_local_index_is_caught(argument: str, monkeypatch: p
         node.kwargs = {**node.kwargs, argument: wrong_value}
 
     step = step_of("gpt, dropout", 1)
-    monkeypatch.setitem(localise_shapes._HANDLERS, "autopar.random_mask", local)
+    monkeypatch.setitem(local_indices.HANDLERS, "autopar.random_mask", local)
     program = compile(step, plan(step, "2xcpu", pin="dp=2" if argument == "offset" else "tp=2"))
     assert any(struck)
     assert not verify(step, program.pipeline, weights_of(step), 1).ok

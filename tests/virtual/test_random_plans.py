@@ -18,6 +18,8 @@ CASES = [
     ("gpt", "dp=2", 2, 0),
     ("gpt, 3 layers", "pp=3", 2, 0),
     ("gpt, frozen, momentum", "pp=2 tp=2", 2, 1),
+    ("gpt, odd sizes", "dp=2 tp=2", 2, 0),
+    ("gpt, odd sizes", "tp=4", 1, 1),
     ("llama", "dp=2 tp=2", 1, 0),
     ("gpt2", "dp=2", 1, 1),
     ("gpt2", "pp=2 tp=2", 2, 0),

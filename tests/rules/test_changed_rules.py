@@ -1,5 +1,7 @@
 """Each kind of row, changed in one place, is caught: what isn't caught when it is wrong isn't proven when it is right.
 
+That the row as it is has no counterexample, `test_table` says.
+
 A change frees a whole letter, drops or adds what a result doesn't depend on, adds or loosens linear operands, exchanges
 the factors of a product, or takes another reduction.
 """
@@ -145,7 +147,6 @@ CHANGES: list[tuple[str, int, Change]] = [
     ("aten.index", 0, freed("x0_0")),
     ("aten._embedding_bag", 0, summed),
     ("aten.searchsorted", 1, same(0, "s")),
-    ("aten.isin", 0, freed("b1_0")),
     ("aten.index_add", 0, freed("x0_1")),
     ("aten.index_add", 0, same(0, "i")),
     ("aten.index_put", 1, freed("i0")),
@@ -171,6 +172,5 @@ def test_change_is_caught(name: str, which: int, change: Change, monkeypatch: py
     right = rule_of(example.node())
     wrong = change(right)
     assert wrong != right
-    assert not counterexamples(example), "the rule of the table is right"
     monkeypatch.setitem(_ROWS, name, Entry(function=lambda node: wrong))
     assert counterexamples(example)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.rules.examples.example import Examples, ascending, aten, call, drawn, i32, index, mask, t
+from autopar.rules.prove import ties
 
 EXAMPLES: Examples = {
     "aten.index": [
@@ -42,7 +43,7 @@ EXAMPLES: Examples = {
         drawn(ascending, aten.searchsorted.Tensor, t(4, 8), t(4, 6), sorter=index(4, 8)),
     ],
     "aten.isin": [
-        call(aten.isin.Tensor_Tensor, t(4, 6), t(8)),
+        drawn(ties, aten.isin.Tensor_Tensor, t(4, 6), t(4)),
         call(aten.isin.Tensor_Scalar, index(4, 6), 1),
     ],
 }

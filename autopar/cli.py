@@ -82,6 +82,7 @@ def _step_options(command: Command) -> Command:
             click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
             click.option("--microbatches", type=click.IntRange(1), help="Microbatches of one optimizer step."),
             click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
+            click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
             click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
             click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
         )
@@ -265,6 +266,7 @@ def _request(
     seq: int | None,
     microbatches: int | None,
     precision: str | None,
+    clip_norm: float | None,
     pins: tuple[str, ...],
     memory: str | None,
     plan_file: str | None = None,
@@ -277,7 +279,7 @@ def _request(
 
     request = Request(
         model,
-        StepOptions(batch, seq, microbatches, precision),
+        StepOptions(batch, seq, microbatches, precision, clip_norm),
         parse_cluster(cluster),
         parse_pins(pins),
         None if memory is None else parse_bytes(memory),

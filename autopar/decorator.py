@@ -46,6 +46,7 @@ class Options:
     memory: str | float | None
     microbatches: int
     precision: str | None
+    clip_norm: float | None
     seed: int
 
 
@@ -69,6 +70,7 @@ class Session:
             optimizer=options.optimizer,
             microbatches=options.microbatches,
             precision=options.precision or _default_precision(options.cluster),
+            clip_norm=options.clip_norm,
         )
 
     def cluster(self) -> Cluster:
@@ -138,17 +140,18 @@ def parallelize(
     memory: str | float | None = None,
     microbatches: int = 1,
     precision: str | None = None,
+    clip_norm: float | None = None,
     seed: int = 0,
 ) -> Any:
     """A class decorator, with or without arguments; given a module, it adds the same methods to that instance.
 
     `optimizer(params)`: any `torch.optim` optimizer, AdamW by default; `loss(output, batch)`: by default the output
-    itself or its `.loss`. `cluster`, `pin`, `memory`: as for `autopar.plan`. `seed`: of the step's random ops, and of
-    the initial weights of a class; an instance keeps the weights that it has.
+    itself or its `.loss`. `clip_norm`: as for `TrainStep`. `cluster`, `pin`, `memory`: as for `autopar.plan`. `seed`:
+    of the step's random ops, and of the initial weights of a class; an instance keeps the weights that it has.
 
     Raises `CaptureError` for anything but a module or a class of modules.
     """
-    options = Options(optimizer, loss, cluster, pin, memory, microbatches, precision, seed)
+    options = Options(optimizer, loss, cluster, pin, memory, microbatches, precision, clip_norm, seed)
     if model is None:
         return functools.partial(_parallelized, options=options)
     return _parallelized(model, options)

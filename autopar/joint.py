@@ -5,7 +5,9 @@
     forward    relay(relay(param)), …, loss         each microbatch
     backward   …, accumulate(gradient)              each microbatch
     update     relay(accumulated), the optimizer    once a step
-    output: loss, new buffers, new parameters, new optimizer state
+    output: loss, new buffers, gradient norm, new parameters, new optimizer state
+
+Where gradients are clipped on several stages, `norm` stands before the update: see `clipping`.
 
 Metadata of every node: `key` (unique, stable), `path`, `phase`, `level` ("step" or "microbatch"), `stage`, `val`,
 `source`; placeholders also `role`, gradients (accumulated where there are several microbatches) `gradient_of`. The
@@ -31,6 +33,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.capture.graphs import Captured, Role
+from autopar.clipping import clip_by_norm
 from autopar.layers import Cut, units_of
 from autopar.markers import accumulate, relay
 from autopar.rules.nodes import copy_graph, is_pointwise, is_view, node_argument, op_name
@@ -79,6 +82,9 @@ class _Joiner:
             if node.op == "call_function" and node not in self.free:
                 self._copy(node, self.stage[node], node.meta["phase"])
         outputs, gradients = self._outputs()
+        if self.captured.clip_norm is not None:
+            gradients, norm = clip_by_norm(self.graph, gradients, self.captured.clip_norm)
+            outputs.append((Role("output", "grad_norm"), norm))
         updated = self._update(gradients)
         pairs = tuple((self.inputs[role], value) for role, value in updated)
         outputs += updated
@@ -200,12 +206,13 @@ class _Joiner:
         """The step's gradient: accumulated where it is made, and summed over stages once a step."""
         parameter = self.inputs[Role("param", name)]
         owner = parameter.meta["stage"]
+        phase = "norm" if self.captured.clip_norm is not None and self.cut.num_stages > 1 else "update"
         parts = [self._accumulated(n, parameter) for n in self._summands(node)]
         total = parts[0]
         for part in parts[1:]:
-            total = self._call(torch.ops.aten.add.Tensor, (total, part), total, "update", owner, "step")
-        total = self._cast(total, self._gradient_dtype(parameter), "update", owner, "step")
-        return self._relay(total, "update", owner, "step")
+            total = self._call(torch.ops.aten.add.Tensor, (total, part), total, phase, owner, "step")
+        total = self._cast(total, self._gradient_dtype(parameter), phase, owner, "step")
+        return self._relay(total, phase, owner, "step")
 
     def _gradient_dtype(self, parameter: Node) -> torch.dtype:
         """What the optimizer's template takes gradients in: fp32 for bf16 parameters with fp32 masters."""

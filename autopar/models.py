@@ -40,6 +40,7 @@ class StepOptions:
     seq: int | None = None
     microbatches: int | None = None
     precision: str | None = None
+    clip_norm: float | None = None
 
 
 def load_step(model: str, options: StepOptions) -> TrainStep | ForwardStep:
@@ -84,12 +85,13 @@ def _call_factory(module: ModuleType, name: str, options: StepOptions) -> TrainS
     return _checked(_guarded(lambda: factory(**arguments), file, f"{name}()"), f"{file.name}:{name}")
 
 
-def _accepted(factory: Callable[..., Any], label: str, options: StepOptions) -> dict[str, int | str]:
+def _accepted(factory: Callable[..., Any], label: str, options: StepOptions) -> dict[str, int | str | float]:
     given = {key: value for key, value in dataclasses.asdict(options).items() if value is not None}
     known = inspect.signature(factory).parameters
     for key in given:
         if key not in known:
-            raise Error(f"--{key}: {label} takes no argument {key!r}; add it to the factory, or leave --{key} out")
+            option = f"--{key.replace('_', '-')}"
+            raise Error(f"{option}: {label} takes no argument {key!r}; add it to the factory, or leave {option} out")
     return given
 
 
@@ -128,8 +130,11 @@ def _step_of_config(file: Path, options: StepOptions) -> TrainStep:
     batch = {"input_ids": tokens, "labels": tokens}
     factory = functools.partial(_model_of, config)
     microbatches, precision = options.microbatches or 1, options.precision or "fp32"
+    clip_norm = options.clip_norm
     return _guarded(  # type: ignore[no-any-return]
-        lambda: TrainStep(factory, batch, microbatches=microbatches, precision=precision), file, "building the model"
+        lambda: TrainStep(factory, batch, microbatches=microbatches, precision=precision, clip_norm=clip_norm),
+        file,
+        "building the model",
     )
 
 

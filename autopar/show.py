@@ -26,7 +26,7 @@ from autopar.plans import Plan, StageSpan, stage_of
 from autopar.units import format_bytes, format_seconds
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
-PHASES = ("prologue", "forward", "backward", "update")
+PHASES = ("prologue", "forward", "backward", "norm", "update")
 Cell = str | int | float
 Row = tuple[Cell, ...]
 

@@ -207,6 +207,13 @@ def once(index: int) -> Handler:
     return handle
 
 
+def plus(localiser: Localiser, node: Node) -> None:
+    """A sum; what is whole on an axis over which the other summand is partial counts once."""
+    for index in range(2):
+        once(index)(localiser, node)
+    node.target = aten.add.Tensor
+
+
 # -- losses ------------------------------------------------------------------------------------------------------
 def _mean_of_loss(localiser: Localiser, node: Node) -> None:
     """A shard's mean is of fewer elements, and so is the gradient of a mean."""

@@ -33,7 +33,7 @@ from autopar.rules.nodes import (
     tensor_operands,
 )
 from passes.context import Context
-from passes.local_arguments import OF_STORAGE, given_strides
+from passes.local_arguments import OF_STORAGE, given_strides, plus
 from passes.local_indices import HANDLERS, contiguous_operands, replace_node
 
 aten = torch.ops.aten
@@ -79,6 +79,10 @@ class Localiser:
             self.graph.erase_node(node)
         elif node.target in markers.MOVES:
             self._lower_move(node)
+        elif node.target is markers.plus:
+            with self.graph.inserting_before(node):
+                plus(self, node)
+            self.run(node)
         else:
             with self.graph.inserting_before(node):
                 self._localise_arguments(node)

@@ -127,9 +127,9 @@ class _Times:
 def _ordered(part: Part, limits: Overlap) -> list[fx.Node]:
     """The nodes by the time at which they are wanted, each after its operands; waits come when asked for."""
     graph = part.graph.graph
-    if part.name == "update":  # it has no other work: all starts come as soon as the limits allow
+    if part.name in ("norm", "update"):  # it has no other work: all starts come as soon as the limits allow
         limits = replace(limits, blocks_ahead=len(graph.nodes))
-    times = _Times(graph, limits, _ready_first(graph) if part.name == "update" else list(graph.nodes))
+    times = _Times(graph, limits, _ready_first(graph) if part.name in ("norm", "update") else list(graph.nodes))
     first, last = early(graph), late(graph)
     _hoist_small(times, part)
     _delay_fillers(times, fillers(part, last), last | first)

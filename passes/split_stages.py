@@ -20,7 +20,7 @@ from autopar.rules.nodes import node_argument
 from passes.context import Context
 from passes.editing import Uncompiled
 
-PARTS = ("prologue", "forward", "backward", "update")
+PARTS = ("prologue", "forward", "backward", "norm", "update")
 
 _Key = tuple[int, str]
 """(stage, part)"""

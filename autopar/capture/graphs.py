@@ -98,6 +98,8 @@ class Captured:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """"group0" → the entries of the param group, as JSON has them; what isn't in `scalars` is part of the templates."""
     initial_state: dict[str, dict[str, StateInit]] = field(default_factory=dict)
+    clip_norm: float | None = None
+    """What the norm of all gradients together is clipped to, before the updates."""
     constants: dict[str, Tensor] = field(default_factory=dict)
     """Values of `buffer` placeholders that the model doesn't own: constants made in the forward ("_constant0")."""
 
@@ -169,6 +171,8 @@ def _lines(captured: Captured) -> Iterator[str]:
     yield repr(sorted(captured.update_of.items()))
     yield repr(sorted(captured.scalars))
     yield repr(sorted((name, sorted(state.items())) for name, state in captured.initial_state.items()))
+    if captured.clip_norm is not None:
+        yield f"clip_norm {captured.clip_norm!r}"
     for name, value in sorted(captured.constants.items()):
         yield f"{name} {value.dtype} {value.tolist()}"
 

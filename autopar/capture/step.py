@@ -133,6 +133,7 @@ class TrainStep(ForwardStep):
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         microbatches: int = 1,
         precision: str = "fp32",
+        clip_norm: float | None = None,
     ) -> None:
         """`model`, `batch`: as for `ForwardStep`; the batch holds all samples of the optimizer step.
 
@@ -140,15 +141,20 @@ class TrainStep(ForwardStep):
         than the model's forward takes.
         `optimizer(params)`: any `torch.optim` optimizer; AdamW by default.
         `precision`: "fp32", or "mixed": bf16 parameters and gradients, fp32 master parameters and optimizer state.
+        `clip_norm`: the 2-norm of all gradients that the optimizer takes is clipped to this, as by
+        `torch.nn.utils.clip_grad_norm_`; a step's metrics then have `grad_norm`, the norm before that.
         Raises `CaptureError` when `microbatches` doesn't divide the batch, or for an unknown precision.
         """
         self.loss = loss
         self.optimizer_factory: Callable[[list[nn.Parameter]], Optimizer] = optimizer or torch.optim.AdamW
         self.microbatches = microbatches
         self.precision = precision
+        self.clip_norm = clip_norm
         super().__init__(model, batch)
         if precision not in ("fp32", "mixed"):
             raise CaptureError(f"precision={precision!r}: expected 'fp32' or 'mixed'")
+        if clip_norm is not None and not clip_norm > 0:
+            raise CaptureError(f"clip_norm={clip_norm!r}: expected a number above 0, or None for no clipping")
         check_divides(batch_size(self.batch_tensors()), microbatches)
 
     @property
@@ -187,6 +193,7 @@ class TrainStep(ForwardStep):
             scalars=updates.scalars,
             options=updates.options,
             initial_state=updates.initial_state,
+            clip_norm=self.clip_norm,
             constants=traced.constants,
         )
 

@@ -191,7 +191,8 @@ _BUFFERS: dict[str, Callable[[int, int, bool], int]] = {
 def _classes(part: Part) -> dict[fx.Node, str]:
     """What each node's own storage counts as."""
     graph = part.graph.graph
-    default = "optimizer" if part.name == "update" else "activations"
+    is_update = part.name in ("norm", "update")
+    default = "optimizer" if is_update else "activations"
     classes = dict.fromkeys(graph.nodes, default)
     from_parameters: set[fx.Node] = set()
     slots = dict(zip(placeholders(part), part.inputs, strict=True))
@@ -200,7 +201,7 @@ def _classes(part: Part) -> dict[fx.Node, str]:
         is_parameter = node in slots and slots[node].kind in ("param", "gathered")
         if is_parameter or (operands and node.op == "call_function" and all(n in from_parameters for n in operands)):
             from_parameters.add(node)
-            classes[node] = default if part.name == "update" else "parameters"
+            classes[node] = default if is_update else "parameters"
     for node in _gradients(part):
         classes[node] = "gradients"
     return classes | {node: "buffers" for node in graph.nodes if is_start(node) and not gathers_in_place(node)}

@@ -1,7 +1,8 @@
 """The parts of a stage's program and the slots through which values flow between them.
 
 One optimizer step on a stage is: `prologue` once (step-level gathers), then per microbatch `forward` and
-`backward` (or `input_grad` and `weight_grad`), then `update` once.
+`backward` (or `input_grad` and `weight_grad`), then `update` once, and before it, where gradients are clipped on
+several stages, `norm`.
 
 | slot kind     | lives                                   | written by              | read by                    |
 |---------------|-----------------------------------------|-------------------------|----------------------------|
@@ -12,7 +13,7 @@ One optimizer step on a stage is: `prologue` once (step-level gathers), then per
 | `gathered`    | one step                                | prologue                | forward, backward          |
 | `batch`       | one microbatch                          | the caller              | forward, backward          |
 | `random`      | one microbatch (the key of its random ops, on the CPU) | the caller | forward, backward       |
-| `saved`       | one microbatch                          | forward, input_grad     | backward, weight_grad      |
+| `saved`       | one microbatch (what `norm` makes: step) | forward, input_grad    | backward, weight_grad      |
 | `received`    | one microbatch, or one step (prologue, update) | another stage    | any part                   |
 | `accumulator` | one step, zero at its start             | backward, weight_grad   | backward, update           |
 | `output`      | one microbatch (`loss`: mean over microbatches) | forward         | the caller                 |

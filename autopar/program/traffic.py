@@ -20,7 +20,7 @@ from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.parts import Pipeline, Value
 from autopar.rules.nodes import node_argument
 
-_PER_STEP = ("prologue", "update")
+_PER_STEP = ("prologue", "norm", "update")
 
 _KINDS = {
     name: kind

@@ -34,6 +34,9 @@ before a normalisation, of the attention keys' bias) have none of their own."""
 NATIVE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float64: 1e-9}
 """Greatest relative difference between the captured and the eager step, in native precision, by dtype."""
 
+MIXED = 6e-2
+"""The same for what a mixed step computes in bf16 and eager, from the same rounded parameters, in fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -100,6 +103,8 @@ class Reference:
     microbatches: int
     values: dict[Slot, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    grad_norm: Tensor | None = None
+    """Of the last update, where gradients are clipped."""
 
     @torch.no_grad()
     def backward(self, microbatch: Callable[[int], Mapping[str, Tensor]], keys: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -124,6 +129,7 @@ class Reference:
         results: dict[str, Tensor] = {}
         for role, value in zip(self.captured.gradient_outputs, torch.fx.Interpreter(graph).run(*inputs), strict=True):
             if role.kind == "grad":
+                value = value.to(torch.promote_types(value.dtype, self._gradient_dtype(role.name)))
                 before = self.gradients.get(role.name)
                 self.gradients[role.name] = value if before is None else before + value
             elif role.kind == "buffer":
@@ -132,8 +138,22 @@ class Reference:
                 results[role.name or role.kind] = value
         return results
 
+    def _gradient_dtype(self, name: str) -> torch.dtype:
+        """What gradients are summed in: fp32 for bf16 parameters with fp32 masters."""
+        template = self.captured.updates[self.captured.update_of[name]].graph
+        dtype: torch.dtype = placeholders(template)[Role("grad", "")].meta["val"].dtype
+        return dtype
+
     @torch.no_grad()
     def update(self, scalars: Mapping[str, float]) -> None:
+        """The optimizer's step from `gradients`, which are clipped before."""
+        if self.captured.clip_norm is not None:
+            holders = [torch.nn.Parameter(torch.empty_like(g)) for g in self.gradients.values()]
+            for holder, gradient in zip(holders, self.gradients.values(), strict=True):
+                holder.grad = gradient.clone()
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(holders, self.captured.clip_norm)
+            clipped = (holder.grad for holder in holders)
+            self.gradients = {name: g for name, g in zip(self.gradients, clipped, strict=True) if g is not None}
         for name, index in self.captured.update_of.items():
             template = self.captured.updates[index]
             inputs = [self._update_input(role, name, scalars) for role in placeholders(template.graph)]
@@ -195,30 +215,39 @@ def _largest(values: Mapping[str, Tensor]) -> float:
     return max((value.abs().max().item() for value in values.values() if value.numel()), default=0.0)
 
 
+def _native_values(step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
+    """Initial values in the dtypes of the captured step: bf16 parameters beside fp32 masters, where it is mixed."""
+    values = initial_values(step, captured, weights)
+    params = [(Slot("param", r.name), n) for r, n in placeholders(captured.gradient).items() if r.kind == "param"]
+    return values | {slot: values[slot].to(node.meta["val"].dtype) for slot, node in params}
+
+
 def _captured_against_eager(
     step: ForwardStep, captured: Captured, weights: Mapping[str, Tensor], num_steps: int, seed: int
 ) -> Iterator[Difference]:
     if not isinstance(step, TrainStep):
         return
-    eager = EagerStep(step, weights, seed)
-    reference = Reference(captured, step.microbatches, initial_values(step, captured, _copies(weights)))
+    eager, mixed = EagerStep(step, weights, seed), step.precision == "mixed"
+    reference = Reference(captured, step.microbatches, _native_values(step, captured, _copies(weights)))
     for index in range(num_steps):
         loss = eager.backward(index)
         keys = random_keys(seed, index, step.microbatches)
         got = reference.backward(lambda i: step.microbatch(step.batch, i), keys)
-        yield Difference(HALVES[0], index, "loss", relative_difference(got["loss"], loss), NATIVE[loss.dtype])
+        tolerance = MIXED if mixed else NATIVE[loss.dtype]
+        yield Difference(HALVES[0], index, "loss", relative_difference(got["loss"], loss), tolerance)
         wanted = {n: g for n, g in eager.gradients().items() if n in reference.gradients}
         floor = _largest(wanted) * ZERO
         for name, gradient in wanted.items():
             relative = relative_difference(reference.gradients[name], gradient, floor)
-            yield Difference(HALVES[0], index, f"grad:{name}", relative, NATIVE[gradient.dtype])
+            tolerance = MIXED if mixed else NATIVE[gradient.dtype]
+            yield Difference(HALVES[0], index, f"grad:{name}", relative, tolerance)
         # the update starts from the eager gradients: adaptive optimizers blow rounding errors up to the learning rate
         reference.gradients.update({n: g.clone() for n, g in wanted.items()})
         reference.update(captured.scalars)
-        eager.optimizer.step()
+        eager.update()
         for name, b in eager.parameters().items():
-            relative = relative_difference(reference.values[Slot("param", name)], b)
-            yield Difference(HALVES[0], index, f"param:{name}", relative, NATIVE[b.dtype])
+            a = reference.values[Slot("param", name)]
+            yield Difference(HALVES[0], index, f"param:{name}", relative_difference(a, b), NATIVE[a.dtype])
 
 
 @dataclass(slots=True)
@@ -236,7 +265,20 @@ class EagerStep:
         self.optimizer = self.source.optimizer_factory(list(self.model.parameters()))
 
     def backward(self, step: int = 0) -> Tensor:
-        """The gradients of all microbatches of the `step`-th step; returns the mean loss."""
+        """The gradients of all microbatches of the `step`-th step; returns the mean loss.
+
+        In mixed precision, at the rounded parameters.
+        """
+        masters = {p: p.data for p in self.model.parameters()} if self.source.precision == "mixed" else {}
+        for parameter, master in masters.items():
+            parameter.data = master.to(torch.bfloat16).to(master.dtype) if master.is_floating_point() else master
+        try:
+            return self._backward(step)
+        finally:
+            for parameter, master in masters.items():
+                parameter.data = master
+
+    def _backward(self, step: int) -> Tensor:
         self.optimizer.zero_grad()
         self.model.train(self.source.model.training)
         losses = []
@@ -246,6 +288,13 @@ class EagerStep:
                 torch.autograd.backward(loss / self.source.microbatches)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    def update(self) -> None:
+        """The optimizer's step, its gradients clipped before."""
+        if self.source.clip_norm is not None:
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(held, self.source.clip_norm)
+        self.optimizer.step()
 
     def _loss(self, tensors: Mapping[str, Tensor]) -> Tensor:
         given = self.source.form.rebuild(tensors)
@@ -289,6 +338,9 @@ def _program_against_captured(
             # as above: a rounding error over Adam's eps is an update that says nothing about the program's
             reference.gradients |= gradients
             reference.update(captured.scalars)
+            if reference.grad_norm is not None:
+                relative = relative_difference(got["grad_norm"], reference.grad_norm)
+                found.append(Difference(HALVES[1], index, "grad_norm", relative, EXACT))
             found += _compare_values(index, virtual, reference, present)
     return found
 

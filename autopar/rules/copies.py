@@ -30,4 +30,5 @@ ROWS: Rows = {
     "aten.lift_fresh_copy": texts("0", "... -> ..."),
     "relay": texts("0", "... -> ..."),
     "accumulate": texts("0", "... -> ..."),
+    "plus": texts("01|0|1", ", -> "),
 }

@@ -103,7 +103,7 @@ class PinRules:
             return self._zero_allows(kind, rule, split)
         if node.op != "call_function":
             return True
-        if node.meta["phase"] == "update" and self.pins.zero == 0:
+        if node.meta["phase"] in ("norm", "update") and self.pins.zero == 0:
             return split is None or split.factor < 0
         batch = self._fitting(rule, "dp", self.batch)
         if node.meta["phase"] in ("forward", "backward") and batch:

@@ -100,7 +100,7 @@ class Holdings:
     def _gradient_values(self) -> Iterator[Node]:
         """What the backward leaves to the update: accumulators, or the gradients of the only microbatch."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and node.meta["phase"] == "update":
+            if node.op == "call_function" and node.meta["phase"] in ("norm", "update"):
                 sources = (source for source in node.all_input_nodes if source.op == "call_function")
                 yield from (source for source in sources if source.meta["phase"] == "backward")
 

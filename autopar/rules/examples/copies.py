@@ -26,4 +26,5 @@ EXAMPLES: Examples = {
     "aten.lift_fresh_copy": [call(aten.lift_fresh_copy.default, t(4, 6))],
     "relay": [call(markers.relay, t(4, 6))],
     "accumulate": [call(markers.accumulate, t(4, 6))],
+    "plus": [call(markers.plus, t(), t())],
 }

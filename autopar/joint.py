@@ -1,7 +1,7 @@
 """The step graph: a whole optimizer step as one FX graph, from the captured gradient and update graphs.
 
-    placeholders: param, buffer, batch, random key, state, scalar
-    prologue   relay(param)                         once a step
+    placeholders: param, buffer, batch, whole batch, random key, state, scalar
+    prologue   relay(param), counts of the batch    once a step
     forward    relay(relay(param)), …, loss         each microbatch
     backward   …, accumulate(gradient)              each microbatch
     update     relay(accumulated), the optimizer    once a step
@@ -98,8 +98,11 @@ class _Joiner:
     # -- inputs ------------------------------------------------------------------------------------------------
     def _add_inputs(self) -> None:
         for node in self.captured.gradient.graph.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder" and node.meta["role"].kind != "total":
                 self._input(node.meta["role"], node)
+        for node in self.captured.whole.graph.nodes if self.captured.whole is not None else ():
+            if node.op == "placeholder" and node.meta["role"].kind == "batch":
+                self._input(Role("whole", node.meta["role"].name), node)
         for name, index in self.captured.update_of.items():
             for node in self.captured.updates[index].graph.graph.nodes:
                 role = node.meta.get("role") if node.op == "placeholder" else None
@@ -162,12 +165,31 @@ class _Joiner:
 
     def _resolve(self, node: Node, stage: int, phase: str) -> Node:
         """What stands for `node` in a consumer of this stage and phase."""
+        if node.op == "placeholder" and node.meta["role"].kind == "total":
+            return self._total(node, stage)
         if node.op == "placeholder":
             value = self.inputs[node.meta["role"]]
             return self._parameter(value, stage, phase) if node.meta["role"].kind == "param" else value
         if node in self.free:
             return self.env.get((node, stage)) or self._copy(node, stage, phase)
         return self.env[node, self.stage[node]]
+
+    def _total(self, total: Node, stage: int) -> Node:
+        """What is made of the whole batch once a step, by each stage that needs it."""
+        whole = self.captured.whole
+        assert whole is not None
+        env: dict[Node, Node] = {}
+        for node in whole.graph.nodes:
+            if node.op == "placeholder":
+                role = node.meta["role"]
+                env[node] = self.inputs[Role("whole", role.name) if role.kind == "batch" else role]
+            elif node.op == "call_function":
+                if (node, stage) not in self.env:
+                    self.env[node, stage] = self.graph.node_copy(node, env.__getitem__)
+                    self.env[node, stage].meta = {**node.meta, "stage": stage, "phase": "prologue", "level": "step"}
+                env[node] = self.env[node, stage]
+        (made,) = (n.args[0] for n in whole.graph.nodes if n.op == "output")
+        return env[made[int(total.meta["role"].name.removeprefix("total"))]]
 
     def _parameter(self, value: Node, stage: int, phase: str) -> Node:
         owner = min([stage, *(s for p, _, s in self.relays if p is value)])
@@ -280,7 +302,7 @@ class _Joiner:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for node in list(self.graph.nodes):
             value = node.meta.get("val")
-            if not isinstance(value, torch.Tensor) or value.numel() < 2 or node.target is relay:
+            if not isinstance(value, torch.Tensor) or value.numel() < 2 or node.target is relay or _is_count(node):
                 continue
             groups: dict[_Place, list[Node]] = {}
             for user in sorted(node.users, key=order.__getitem__):
@@ -308,6 +330,12 @@ def relay_to(phase: str, stage: int, value: Node) -> Node | None:
     """The relay that brings a value to a phase of a stage."""
     users = (user for user in value.users if user.target is relay)
     return next((user for user in users if (user.meta["phase"], user.meta["stage"]) == (phase, stage)), None)
+
+
+def _is_count(node: Node) -> bool:
+    """Whether a value is the whole batch, or on the way from it to a total: too little to be moved."""
+    is_whole = node.op == "placeholder" and node.meta["role"].kind == "whole"
+    return is_whole or (node.op == "call_function" and node.meta["phase"] == "prologue")
 
 
 def _is_read_again(groups: Mapping[_Place, Sequence[Node]], place: _Place) -> bool:

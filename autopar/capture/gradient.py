@@ -7,14 +7,16 @@ it is traced again under functional tensors.
 
 Invariants:
 - the graph is functional, clean and labelled (see `graphs`); every parameter has a placeholder, used or not;
-- gradients are those of loss / microbatches: the factor is the initial cotangent and costs nothing.
+- loss and gradients are a microbatch's share of the whole batch's: over the microbatches, they add up to those.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,8 @@ from autopar.capture.drawing import drawing
 from autopar.capture.graphs import RANDOM_KEY, Role, assign_keys
 from autopar.capture.labels import CallMode, Labels, error_source
 from autopar.capture.replaced import replacements
+from autopar.capture.shares import Shares, share_out, totals_graph
+from autopar.capture.terms import mark_loss, term_marks
 from autopar.errors import CaptureError, Error
 from autopar.private import OpOverload, schema_of
 
@@ -46,8 +50,12 @@ class Request:
     loss: Callable[[Any, Any], Any] | None
     microbatches: int = 1
     mixed: bool = False
+    wants_gradients: bool = True
+    """False: the trace ends with the loss."""
     symbolic_dims: dict[Role, tuple[int, ...]] = field(default_factory=dict)
     """Dims to be traced as symbols."""
+    whole_batch: dict[Role, Tensor] = field(default_factory=dict)
+    """The batch's tensors, of all microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +65,28 @@ class Traced:
     graph: fx.GraphModule
     outputs: tuple[Role, ...]
     constants: dict[str, Tensor]
+    whole: fx.GraphModule | None = None
+    """The whole batch → the graph's inputs of kind "total", in their order."""
+    averaged: tuple[str, ...] = ()
+    """Lines of the loss's terms that are averaged over microbatches."""
 
 
 def trace_gradient(request: Request) -> Traced:
     """Raises `CaptureError` where the model can't be captured, naming the user's line."""
+    run, graph, constants, mode = _traced(request)
+    shares = Shares({}, ())
+    whole: fx.GraphModule | None = None
+    if request.trainable and request.microbatches > 1:
+        shares, whole = _shared_out(request, graph, mode)
+    outputs = _drop_unchanged(graph, run.outputs)
+    _drop_unused(graph)
+    finish(graph)
+    names = _buffer_names(graph)
+    return Traced(graph, outputs, {n: v for n, v in constants.items() if n in names}, whole, shares.averaged)
+
+
+def _traced(request: Request) -> tuple[_Step, fx.GraphModule, dict[str, Tensor], Any]:
+    """What was run, its clean graph, constants, and the mode of its values."""
     mode = private.new_fake_mode(symbolic=bool(request.symbolic_dims))
     fakes = {role: _fake(mode, role, value, request) for role, value in request.inputs.items()}
     run = _Step(request)
@@ -71,11 +97,27 @@ def trace_gradient(request: Request) -> Traced:
     for role, node in zip(fakes, _placeholder_nodes(graph), strict=True):
         node.meta["role"] = role
     constants = _constants_as_buffers(graph, mode)
-    graph = clean(graph, mode)
-    outputs = _drop_unchanged(graph, run.outputs)
-    _drop_unused(graph)
-    finish(graph)
-    return Traced(graph, outputs, {n: v for n, v in constants.items() if n in _buffer_names(graph)})
+    return run, clean(graph, mode), constants, mode
+
+
+def _shared_out(request: Request, graph: fx.GraphModule, mode: Any) -> tuple[Shares, fx.GraphModule | None]:
+    """The graph's loss and gradients as shares of the whole batch's; see `shares`."""
+    loss = next(iter(reversed(graph.graph.nodes))).args[0][0]
+    inputs = {**request.inputs, **request.whole_batch}
+    whole = dataclasses.replace(request, inputs=inputs, symbolic_dims={}, wants_gradients=False)
+    traced = _traced(whole)[1]
+    shares = share_out(graph, traced, loss, request.microbatches, mode)
+    totals = totals_graph(traced, shares.totals)
+    if totals is not None:
+        finish(totals, phase="prologue")
+    if shares.averaged:
+        warnings.warn(
+            f"loss ({', '.join(shares.averaged)}): not a sum or mean over samples; it is computed for each of the "
+            f"{request.microbatches} microbatches and averaged, as accumulating their gradients does",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return shares, totals
 
 
 def finish(graph: fx.GraphModule, *, phase: str = "") -> None:
@@ -130,6 +172,9 @@ class _Step:
         state |= {f"model.{name}": value.clone() for name, value in by_kind["buffer"].items()}
         running = _Running(self.request.model, functools.partial(self._run, by_kind))
         results: dict[Role, Tensor] = torch.func.functional_call(running, state, ())
+        if self.request.trainable and not self.request.wants_gradients:
+            self.outputs = list(results)
+            return tuple(value.detach() for value in results.values())
         results.update({Role("buffer", name): state[f"model.{name}"].detach() for name in by_kind["buffer"]})
         self.outputs = list(results)
         return tuple(results.values())
@@ -138,7 +183,7 @@ class _Step:
         """Forward and backward, while the model has the traced parameters."""
         with self._following(by_kind["random"][RANDOM_KEY.name]) as calls:
             results = self._forward(calls, by_kind["batch"])
-            if self.request.trainable:
+            if self.request.trainable and self.request.wants_gradients:
                 results.update(self._backward(calls, results[Role("loss", "loss")], by_kind["param"]))
         return results
 
@@ -151,7 +196,13 @@ class _Step:
             drawing(key, _Step.flat.__code__) as draws,
             torch.set_grad_enabled(bool(request.trainable)),
         ):
-            yield CallMode(self.labels, replacements(draws, mixed=request.mixed))
+            marks = term_marks() if self._is_shared else {}
+            yield CallMode(self.labels, replacements(draws, mixed=request.mixed) | marks)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the loss is to be shared out to several microbatches."""
+        return bool(self.request.trainable) and self.request.microbatches > 1
 
     def _forward(self, calls: CallMode, batch: Mapping[str, Tensor]) -> dict[Role, Tensor]:
         request = self.request
@@ -162,12 +213,13 @@ class _Step:
             if not request.trainable:
                 return {Role("output", name): value for name, value in named_tensors(output)}
             loss = find_loss(output) if request.loss is None else request.loss(output, given)
-        return {Role("loss", "loss"): check_loss(loss)}
+        loss = check_loss(loss)
+        return {Role("loss", "loss"): mark_loss(loss) if self._is_shared else loss}
 
     def _backward(self, calls: CallMode, loss: Tensor, params: Mapping[str, Tensor]) -> dict[Role, Tensor]:
         self.labels.begin_backward(loss)
         wanted = [params[name] for name in self.request.trainable]
-        cotangent = torch.full((), 1.0 / self.request.microbatches, dtype=loss.dtype)
+        cotangent = torch.full((), 1.0, dtype=loss.dtype)
         with calls:  # for what the backward runs again
             gradients = private.gradients(loss, wanted, cotangent)
         named = zip(self.request.trainable, gradients, strict=True)

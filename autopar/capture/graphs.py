@@ -40,8 +40,9 @@ from autopar.private import OpOverload, size_expression
 class Role:
     """What a placeholder or an output is.
 
-    kind: param | buffer | batch | random | grad | state | scalar | loss | output. In an update template the names of
-    param and grad are "", those of state are bare keys ("exp_avg"); in a whole step, state is "wte.weight.exp_avg".
+    kind: param | buffer | batch | random | total | whole | grad | state | scalar | loss | output. In an update
+    template the names of param and grad are "", those of state are bare keys ("exp_avg"); in a whole step, state is
+    "wte.weight.exp_avg".
     """
 
     kind: str
@@ -89,7 +90,7 @@ class Captured:
 
     gradient: fx.GraphModule
     gradient_outputs: tuple[Role, ...]
-    """loss, then grad per updated parameter (scaled by 1/microbatches), then the new values of changed buffers."""
+    """loss, then grad per updated parameter (shares of the whole batch's), then the new values of changed buffers."""
     updates: tuple[UpdateGraph, ...] = ()
     update_of: dict[str, int] = field(default_factory=dict)
     """parameter → index into `updates`; frozen and unused parameters are absent."""
@@ -98,6 +99,10 @@ class Captured:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """"group0" → the entries of the param group, as JSON has them; what isn't in `scalars` is part of the templates."""
     initial_state: dict[str, dict[str, StateInit]] = field(default_factory=dict)
+    whole: fx.GraphModule | None = None
+    """The whole batch → the `total` placeholders of `gradient`, in their order: counts of its tokens, once a step."""
+    averaged: tuple[str, ...] = ()
+    """Lines of the loss's terms that are averaged over microbatches, not computed over the whole batch."""
     clip_norm: float | None = None
     """What the norm of all gradients together is clipped to, before the updates."""
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -165,6 +170,8 @@ def graph_text(graph: fx.GraphModule) -> str:
 def _lines(captured: Captured) -> Iterator[str]:
     yield from _graph_lines(captured.gradient.graph)
     yield " ".join(map(str, captured.gradient_outputs))
+    if captured.whole is not None:
+        yield from _graph_lines(captured.whole.graph)
     for update in captured.updates:
         yield from _graph_lines(update.graph.graph)
         yield " ".join(map(str, update.output_roles))

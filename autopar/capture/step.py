@@ -188,6 +188,8 @@ class TrainStep(ForwardStep):
         return Captured(
             gradient=traced.graph,
             gradient_outputs=traced.outputs,
+            whole=traced.whole,
+            averaged=traced.averaged,
             updates=updates.templates,
             update_of=updates.update_of,
             scalars=updates.scalars,
@@ -202,7 +204,10 @@ class TrainStep(ForwardStep):
         trainable = tuple(self.group_of)
         if not trainable:
             raise CaptureError("no parameter to train: none requires a gradient, or the optimizer holds none that does")
-        return Request(self.model, self.form, self._inputs(), trainable, self.loss, self.microbatches, mixed)
+        whole = {Role("batch", name): tensor for name, tensor in self.batch_tensors().items()}
+        return Request(
+            self.model, self.form, self._inputs(), trainable, self.loss, self.microbatches, mixed, whole_batch=whole
+        )
 
     @property
     def _has_loss(self) -> bool:

@@ -10,7 +10,7 @@ keeps no reference either) and returns a tuple. A `torch.nn.Module`, such as a p
 Invariants:
 - nothing is decided during a step: `plan_steps` has said what runs, moves and is freed;
 - the executor owns the accumulators: a part may add in place, and nothing else in the store shares their memory;
-- outputs: scalars are averaged over the microbatches, others are concatenated along dim 0.
+- outputs: scalars are summed over the microbatches, others are concatenated along dim 0.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class StageExecutor:
         cells = self.plan.cells.items()
         self._batch = [(slot.name, m or 0, cell) for (slot, m), cell in cells if slot.kind == "batch"]
         self._random = [(m or 0, cell) for (slot, m), cell in cells if slot.kind == "random"]
+        self._whole = [(slot.name, cell) for (slot, _), cell in cells if slot.kind == "whole"]
         self._scalars = [(slot.name, cell) for (slot, _), cell in cells if slot.kind == "scalar"]
         self._persistent = [(slot, cell) for (slot, _), cell in cells if slot.kind in ACROSS_STEPS]
         self._outputs = self._output_cells()
@@ -107,20 +108,29 @@ class StageExecutor:
         return bool(self._random)
 
     def step(
-        self, batch: Mapping[str, Sequence[Tensor]], scalars: Mapping[str, Tensor], random_keys: Sequence[Tensor] = ()
+        self,
+        batch: Mapping[str, Sequence[Tensor]],
+        scalars: Mapping[str, Tensor],
+        random_keys: Sequence[Tensor] = (),
+        whole: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Runs one optimizer step on local tensors (per name, one for each microbatch); returns the stage's outputs.
 
-        `random_keys`: where the stage `draws`, the key of each microbatch.
+        `random_keys`: where the stage `draws`, the key of each microbatch. `whole`: local tensors of all microbatches
+        together, by name, where the program counts in them.
         """
         with torch.inference_mode(), collectives.use(self.communicator):
-            self._begin(batch, scalars, random_keys)
+            self._begin(batch, scalars, random_keys, whole or {})
             for index, step in enumerate(self._steps):
                 self._run(step, self._steps[index + 1] if index + 1 < len(self._steps) else None)
             return self._finish()
 
     def _begin(
-        self, batch: Mapping[str, Sequence[Tensor]], scalars: Mapping[str, Tensor], random_keys: Sequence[Tensor]
+        self,
+        batch: Mapping[str, Sequence[Tensor]],
+        scalars: Mapping[str, Tensor],
+        random_keys: Sequence[Tensor],
+        whole: Mapping[str, Tensor],
     ) -> None:
         store = self._store
         for slot, cell in self._persistent:
@@ -130,6 +140,8 @@ class StageExecutor:
             store[cell] = batch[name][microbatch]
         for microbatch, cell in self._random:
             store[cell] = random_keys[microbatch]
+        for name, cell in self._whole:
+            store[cell] = whole[name]
         for name, cell in self._scalars:
             store[cell] = scalars[name]
         self._zero_accumulators()
@@ -264,11 +276,11 @@ def _lies_elsewhere(tensor: Tensor | None, zeroed: Collection[int]) -> bool:
 
 
 def join_outputs(parts: Sequence[Tensor]) -> Tensor:
-    """One output of the microbatches as one of the step: the mean of scalars, else a concatenation along dim 0."""
+    """One output of the microbatches as one of the step: the sum of scalars, else a concatenation along dim 0."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].ndim == 0:
-        return torch.stack([part if part.is_floating_point() else part.double() for part in parts]).mean(0)
+        return torch.stack(list(parts)).sum(0)
     return torch.cat(list(parts))
 
 

@@ -213,7 +213,8 @@ class _StageWalk:
         """What the step starts with: everything across steps, the batch, scalars, accumulators that are kept."""
         slots = self.plan.slots
         for cell, slot in slots.items():
-            if slot.kind in ACROSS_STEPS or slot.kind in ("batch", "random", "scalar") or cell in self.plan.zeroed:
+            given = (*ACROSS_STEPS, "batch", "whole", "random", "scalar")
+            if slot.kind in given or cell in self.plan.zeroed:
                 self.store[cell] = self.memory.new(slot_bytes(self.program.values[slot], mesh), class_of(slot))
         elsewhere = {slot for slot in self.program.values if slot.kind in ACROSS_STEPS} - set(slots.values())
         for slot in elsewhere:

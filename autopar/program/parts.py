@@ -11,12 +11,13 @@ several stages, `norm`.
 | `state`       | across steps (optimizer state)          | update                  | update                     |
 | `scalar`      | one step (learning rate, …)             | the caller              | update                     |
 | `gathered`    | one step                                | prologue                | forward, backward          |
+| `whole`       | one step (the batch of all microbatches) | the caller             | prologue                   |
 | `batch`       | one microbatch                          | the caller              | forward, backward          |
 | `random`      | one microbatch (the key of its random ops, on the CPU) | the caller | forward, backward       |
 | `saved`       | one microbatch (what `norm` makes: step) | forward, input_grad    | backward, weight_grad      |
 | `received`    | one microbatch, or one step (prologue, update) | another stage    | any part                   |
 | `accumulator` | one step, zero at its start             | backward, weight_grad   | backward, update           |
-| `output`      | one microbatch (`loss`: mean over microbatches) | forward         | the caller                 |
+| `output`      | one microbatch (scalars: summed over them) | forward, update      | the caller                 |
 
 Invariants:
 - a part's graph is a flat FX graph of local tensors: placeholders in the order of `inputs`, one output tuple in the

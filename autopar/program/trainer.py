@@ -91,6 +91,8 @@ class Trainer:
         self.state = LocalState(self.executor, program.aliases, unsaved)
         self.optimizer = ParamGroups(program.scalars, program.options)
         self._batch_values = _batch_values(program.pipeline)
+        own = self.executor.stage.values.items()
+        self._whole_values = {slot.name: value for slot, value in own if slot.kind == "whole"}
         self._scalars: dict[str, tuple[float, Tensor]] = {}
         if initial is not None:
             for slot in self.executor.slots:
@@ -105,7 +107,8 @@ class Trainer:
         """
         tensors = name_batch(self.program.batch_layout, batch, named)
         pieces = {name: self._pieces(name, tensors[name], local) for name in self._batch_values}
-        outputs = self.executor.step(pieces, self._step_scalars(), self._random_keys())
+        whole = {name: self._whole(name, value, tensors[name], local) for name, value in self._whole_values.items()}
+        outputs = self.executor.step(pieces, self._step_scalars(), self._random_keys(), whole)
         self.num_steps += 1
         self.optimizer.step()
         return self._shared(outputs)
@@ -122,6 +125,19 @@ class Trainer:
         take = layout.padded if local else layout.shard
         pieces = (take(piece, mesh, at).contiguous() for piece in pieces)
         return [piece.to(self.device, non_blocking=True) for piece in pieces]
+
+    def _whole(self, name: str, described: Value, value: Tensor, local: bool) -> Tensor:
+        """The rank's local tensor of all microbatches together; given its own rows alone, it gets the others'."""
+        layout, mesh = described.layout, self.mesh.spmd
+        whole = value.detach().contiguous().to(self.device, non_blocking=True)
+        if local and name not in self._batch_values:
+            raise PlanError(f"batch {name!r}: only counted, so it isn't split over ranks: pass the whole batch instead")
+        if local:
+            rows = self._batch_values[name].layout
+            pieces = split_microbatches(whole, rows.local_shape(mesh), self.program.pipeline.microbatches, name)
+            gathered = [gather_whole(piece.contiguous(), rows, mesh, self.communicator) for piece in pieces]
+            whole = torch.cat(gathered) if layout.global_shape != rows.global_shape else gathered[0]
+        return layout.shard(whole, mesh, self.communicator.coordinates).contiguous()
 
     def _random_keys(self) -> list[Tensor]:
         """What the microbatches' random ops draw from, where there are any."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from autopar.capture.batches import microbatch
 from autopar.capture.drawing import reference_rng
 from autopar.capture.gradient import check_loss, find_loss
 from autopar.capture.graphs import RANDOM_KEY, Captured, Role, placeholders
@@ -103,28 +104,41 @@ class Reference:
     microbatches: int
     values: dict[Slot, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    shares: list[Tensor] = field(default_factory=list)
+    """Each microbatch's share of the loss."""
     grad_norm: Tensor | None = None
     """Of the last update, where gradients are clipped."""
 
     @torch.no_grad()
-    def backward(self, microbatch: Callable[[int], Mapping[str, Tensor]], keys: Sequence[Tensor]) -> dict[str, Tensor]:
-        """All microbatches: fills `gradients`, returns the outputs (loss: mean over microbatches).
+    def backward(
+        self, microbatch: Callable[[int], Mapping[str, Tensor]], keys: Sequence[Tensor], whole: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """All microbatches: fills `gradients`, returns the outputs (loss: their sum).
 
-        `keys`: what each microbatch's random ops draw from.
+        `keys`: what each microbatch's random ops draw from. `whole` is the whole batch.
         """
         self.gradients = {}
+        totals = self._totals(whole)
         collected: dict[str, list[Tensor]] = {}
         for index in range(self.microbatches):
-            for name, value in self._microbatch(microbatch(index), keys[index]).items():
+            for name, value in self._microbatch(microbatch(index), keys[index], totals).items():
                 collected.setdefault(name, []).append(value)
+        self.shares = collected.get("loss", [])
         return {
-            name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).mean(0)
-            for name, parts in collected.items()
+            name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum(0) for name, parts in collected.items()
         }
 
-    def _microbatch(self, batch: Mapping[str, Tensor], key: Tensor) -> dict[str, Tensor]:
+    def _totals(self, batch: Mapping[str, Tensor]) -> dict[Role, Tensor]:
+        graph = self.captured.whole
+        if graph is None:
+            return {}
+        roles = placeholders(graph)
+        inputs = [batch[r.name] if r.kind == "batch" else self.values[Slot(r.kind, r.name)] for r in roles]
+        return {Role("total", f"total{i}"): value for i, value in enumerate(torch.fx.Interpreter(graph).run(*inputs))}
+
+    def _microbatch(self, batch: Mapping[str, Tensor], key: Tensor, totals: Mapping[Role, Tensor]) -> dict[str, Tensor]:
         graph = self.captured.gradient
-        given = {RANDOM_KEY: key, **{Role("batch", name): value for name, value in batch.items()}}
+        given = {RANDOM_KEY: key, **totals, **{Role("batch", name): value for name, value in batch.items()}}
         inputs = [given[r] if r in given else self.values[Slot(r.kind, r.name)] for r in placeholders(graph)]
         results: dict[str, Tensor] = {}
         for role, value in zip(self.captured.gradient_outputs, torch.fx.Interpreter(graph).run(*inputs), strict=True):
@@ -230,9 +244,9 @@ def _captured_against_eager(
     eager, mixed = EagerStep(step, weights, seed), step.precision == "mixed"
     reference = Reference(captured, step.microbatches, _native_values(step, captured, _copies(weights)))
     for index in range(num_steps):
-        loss = eager.backward(index)
         keys = random_keys(seed, index, step.microbatches)
-        got = reference.backward(lambda i: step.microbatch(step.batch, i), keys)
+        got = reference.backward(lambda i: step.microbatch(step.batch, i), keys, step.batch_tensors())
+        loss = eager.backward(index)
         tolerance = MIXED if mixed else NATIVE[loss.dtype]
         yield Difference(HALVES[0], index, "loss", relative_difference(got["loss"], loss), tolerance)
         wanted = {n: g for n, g in eager.gradients().items() if n in reference.gradients}
@@ -252,20 +266,30 @@ def _captured_against_eager(
 
 @dataclass(slots=True)
 class EagerStep:
-    """The user's own model and optimizer, run as they would be on one device, with the random numbers of `seed`."""
+    """The user's own model and optimizer, run as they would be on one device, with the random numbers of `seed`.
+
+    The whole batch is run in one piece. In microbatches, whose gradients accumulate, it is run where these are another
+    step by themselves: where numbers are drawn, where buffers change (batch norm), and where a term of the loss is
+    averaged over them. Where such a loss counts tokens, too, each microbatch has the weight that the captured one has.
+    """
 
     source: TrainStep
     weights: Mapping[str, Tensor]
     seed: int = 0
+    pieces: int = field(init=False)
     model: torch.nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
         self.model = with_weights(self.source.model, self.weights)
         self.optimizer = self.source.optimizer_factory(list(self.model.parameters()))
+        captured = self.source.capture()
+        changes = any(role.kind == "buffer" for role in captured.gradient_outputs)
+        draws = RANDOM_KEY in placeholders(captured.gradient)
+        self.pieces = self.source.microbatches if draws or changes or captured.averaged else 1
 
-    def backward(self, step: int = 0) -> Tensor:
-        """The gradients of all microbatches of the `step`-th step; returns the mean loss.
+    def backward(self, step: int) -> Tensor:
+        """The gradients of the whole batch in the `step`-th step; returns its loss.
 
         In mixed precision, at the rounded parameters.
         """
@@ -280,14 +304,26 @@ class EagerStep:
 
     def _backward(self, step: int) -> Tensor:
         self.optimizer.zero_grad()
-        self.model.train(self.source.model.training)
-        losses = []
-        for index in range(self.source.microbatches):
+        losses, shares = [], self._shares(step)
+        for index in range(self.pieces):
             with reference_rng(self.seed, step, index):
-                loss = self._loss(self.source.microbatch(self.source.batch, index))
-                torch.autograd.backward(loss / self.source.microbatches)
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+                loss = self._loss(microbatch(self.source.batch_tensors(), index, self.pieces))
+                weight = (shares[index] / loss.detach()).nan_to_num().item() if shares else 1 / self.pieces
+                if weight:
+                    torch.autograd.backward(loss * weight)
+                    losses.append(loss.detach() * weight)
+        return torch.stack(losses).sum()
+
+    def _shares(self, step: int) -> list[Tensor]:
+        """What each piece has of the captured loss, where that counts in the whole batch; one may have no tokens."""
+        captured, source = self.source.capture(), self.source
+        if self.pieces == 1 or captured.whole is None:
+            return []
+        named = {**self.parameters(), **dict(self.model.named_buffers())}
+        reference = Reference(captured, self.pieces, _native_values(source, captured, _copies(named)))
+        keys = random_keys(self.seed, step, self.pieces)
+        reference.backward(lambda i: source.microbatch(source.batch, i), keys, source.batch_tensors())
+        return reference.shares
 
     def update(self) -> None:
         """The optimizer's step, its gradients clipped before."""
@@ -330,7 +366,7 @@ def _program_against_captured(
             batch = {name: promoted(value) for name, value in step.batch_tensors().items()}
             got = virtual.step(batch, captured.scalars, keys)
             expected = reference.backward(
-                lambda i: {name: promoted(value) for name, value in step.microbatch(step.batch, i).items()}, keys
+                lambda i: {name: promoted(value) for name, value in step.microbatch(step.batch, i).items()}, keys, batch
             )
             held = {name: _gradient(virtual, name) for name in reference.gradients}
             gradients = {name: value for name, value in held.items() if value is not None}
@@ -389,6 +425,7 @@ def promote_captured(captured: Captured) -> Captured:
     return replace(
         captured,
         gradient=promote_graph(captured.gradient),
+        whole=None if captured.whole is None else promote_graph(captured.whole),
         updates=tuple(replace(u, graph=promote_graph(u.graph)) for u in captured.updates),
         initial_state=states,
         constants={name: promoted(value) for name, value in captured.constants.items()},

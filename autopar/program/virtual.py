@@ -140,6 +140,8 @@ class VirtualMesh:
                     store[cell] = self._shard(pieces[slot.name][microbatch or 0], slot, value)
                 if slot.kind == "random":
                     store[cell] = [keys[microbatch or 0]] * self.mesh.num_ranks
+                if slot.kind == "whole":
+                    store[cell] = self._shard(batch[slot.name], slot, value)
                 if slot.kind == "scalar":
                     scalar = torch.as_tensor(scalars[slot.name], dtype=value.dtype)
                     store[cell] = [scalar] * self.mesh.num_ranks

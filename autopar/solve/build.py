@@ -245,7 +245,7 @@ class _Builder:
 
     def _choices(self, node: Node, rule: LeafRule) -> list[Choice]:
         if node.op != "call_function":
-            if node.meta["role"].kind in ("scalar", "buffer"):
+            if node.meta["role"].kind in ("scalar", "buffer", "whole"):
                 return [()]
             return enumerate_choices(rule, self.setting.mesh, allow_partial=False)
         return enumerate_choices(rule, self.setting.mesh)

@@ -48,7 +48,7 @@ def test_each_part_takes_its_inputs_and_returns_its_outputs(model: str, mesh: st
 def test_every_value_is_written_before_it_is_read(model: str, mesh: str, microbatches: int) -> None:
     """In the order prologue, forward, backward, update; accumulators and state come from before."""
     pipeline = replicated(model, mesh, microbatches)
-    given = {"param", "buffer", "state", "scalar", "batch", "accumulator"}
+    given = {"param", "buffer", "state", "scalar", "batch", "whole", "accumulator"}
     for stage in pipeline.stages:
         written = {Slot("received", t.slot.name) for t in pipeline.transfers if t.target == stage.index}
         for name in PARTS:

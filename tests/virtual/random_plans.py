@@ -55,7 +55,7 @@ def random_choices(graph: Graph, mesh: Mesh, rng: random.Random) -> dict[str, Ch
 def _random_choice(
     node: Node, mesh: Mesh, resharder: Resharder, layouts: dict[Node, Any], rng: random.Random
 ) -> Choice:
-    if node.op != "call_function" and node.meta["role"].kind in ("scalar", "buffer"):
+    if node.op != "call_function" and node.meta["role"].kind in ("scalar", "buffer", "whole"):
         return ()
     options = enumerate_choices(node.meta["rule"], mesh, allow_partial=node.op == "call_function")
     rng.shuffle(options)

@@ -187,6 +187,17 @@ def rejection_sampling_as_ops() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unsynchronized_batch_norm() -> Iterator[None]:
+    """Inside, `SyncBatchNorm` is a batch norm: in a process group it would refuse tensors that are on no GPU."""
+    synchronized = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = synchronized  # type: ignore[method-assign]
+
+
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.capture.drawing import Draws
+from autopar.capture.statistics import batch_norm
 from autopar.composites import attention_scores, ungrouped
 
 
@@ -36,6 +37,7 @@ def replacements(draws: Draws, *, mixed: bool = False) -> dict[Any, Callable[...
         F.cross_entropy: _cross_entropy,
         F.nll_loss: _nll_loss,
         F.mse_loss: _mse_loss,
+        F.batch_norm: batch_norm,
         F.pad: _pad,
         torch.lstm: _lstm,
     }

@@ -86,7 +86,7 @@ def _send(sender: Connection, model: str, cells: list[str]) -> None:
 
 def _line(result: Result) -> str:
     seconds = " ".join(f"{stage} {value:.1f} s" for stage, value in result.seconds.items())
-    share = "" if result.share is None else f", tp splits {result.share:.0%}"
+    share = "" if result.share is None else f", {result.share:.0%} split"
     return f"{result.model} / {result.cell}: {result.problem or 'passed'} ({seconds}{share})"
 
 

@@ -83,6 +83,17 @@ LOCALISED = {
     "range without offset": ("aten.arange", node_of(aten.arange.default, 12)),
     "size not made local": ("aten.expand", node_of(aten.expand.default, t(4, 1), [4, 6])),
     "slice bounds not scaled": ("aten.slice", node_of(aten.slice.Tensor, t(12, 4), 0, 6, 12)),
+    "groups not divided": (
+        "aten.convolution",
+        node_of(aten.convolution.default, t(2, 8, 5), t(24, 2, 3), None, [1], [1], [1], False, [0], 4),
+    ),
+    "mean of a loss of shards not scaled": ("aten.mse_loss", node_of(aten.mse_loss.default, t(4, 6), t(4, 6))),
+    "addend added by each rank": ("aten.addmm", node_of(aten.addmm.default, t(12), t(6, 4), t(4, 12))),
+    "accumulated into by each rank": (
+        "aten.index_put",
+        node_of(aten.index_put.default, t(8, 12), [index(6)], t(6, 12), True),
+    ),
+    "copies not divided": ("aten.repeat", node_of(aten.repeat.default, t(6), [4, 2])),
     "one of a shard squeezed away": ("aten.squeeze", node_of(aten.squeeze.default, t(2, 1, 6))),
 }
 

@@ -117,11 +117,14 @@ def _as_strided(localiser: Localiser, node: Node) -> None:
 
 
 def given_strides(localiser: Localiser, node: Node) -> None:
-    """Gives a whole operand the strides that it had when the op, which speaks of its storage, was captured."""
-    operand = node_argument(node, 0)
+    """Gives whole operands the strides that they had when the op, which speaks of storage, was captured."""
+    for operand in dict.fromkeys(tensor_operands(node)):
+        if operand.meta["local_val"].stride() != operand.meta["val"].stride():
+            _restride(localiser, node, operand)
+
+
+def _restride(localiser: Localiser, node: Node, operand: Node) -> None:
     strides, rank = operand.meta["val"].stride(), operand.meta["val"].dim()
-    if operand.meta["local_val"].stride() == strides:
-        return
     order = sorted(range(rank), key=lambda d: (-strides[d], d))
     dense = localiser.call(node, aten.permute.default, operand, order)
     dense = localiser.call(node, aten.clone.default, dense)
@@ -230,8 +233,13 @@ _STRIDED_FACTORIES: dict[str, Handler] = {
     "aten.new_empty": shape_argument(1, "size"),
 }
 
-OF_STORAGE = frozenset({"aten.as_strided", "aten.as_strided_scatter"})
-"""Ops whose arguments speak of an operand's storage: split or not, it has to be as it was."""
+OF_STORAGE = frozenset(
+    {
+        *("aten.as_strided", "aten.as_strided_scatter"),
+        *("aten._weight_norm_interface", "aten._weight_norm_interface_backward"),
+    }
+)
+"""Ops whose arguments, or kernels (wrong numbers from strided operands in torch 2.13), speak of operands' storage."""
 
 HANDLERS: dict[str, Handler] = {
     "aten.view": _view,

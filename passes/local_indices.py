@@ -264,6 +264,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("aten.unsafe_split", "aten.unsafe_split_with_sizes"), _split),
     "aten.mean": _mean,
     "aten.native_layer_norm_backward": contiguous_operands,
+    **dict.fromkeys(("aten._weight_norm_interface", "aten._weight_norm_interface_backward"), contiguous_operands),
     "aten.squeeze": _squeeze,
     "aten.embedding": _embedding,
     "aten.embedding_dense_backward": _embedding_backward,

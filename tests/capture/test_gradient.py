@@ -93,8 +93,9 @@ def test_equals_eager(name: str, microbatches: int) -> None:
     got, want = run_captured(step, batch, microbatches - 1), run_eager(step, batch, microbatches - 1)
     assert set(got) - {role for role in got if role.kind == "buffer"} == {r for r in want if r.kind != "buffer"}
     for role, value in got.items():
-        # 2e-6 of the largest entry: the loss is summed in another order than in torch's fused kernel
-        scale = max(want[role].abs().max().item(), 1e-2) if value.is_floating_point() else 1.0
+        # 2e-6 of the largest entry: the loss is summed in another order than in torch's fused kernel; a bias before a
+        # batch norm has a gradient that is nothing but rounding, so that the scale has a floor
+        scale = max(want[role].abs().max().item(), 5e-2) if value.is_floating_point() else 1.0
         torch.testing.assert_close(
             value, want[role], rtol=0, atol=2e-6 * scale, msg=lambda text, r=role: f"{r}: {text}"
         )

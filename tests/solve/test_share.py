@@ -13,6 +13,7 @@ from autopar.layers import Cut, units_of
 from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
 from autopar.planning import GAP, _Search
+from autopar.rules.found import FoundRules
 from autopar.solve.build import build_problem
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
@@ -36,7 +37,7 @@ class Layers(nn.Module):
 def built(count: int, mesh: str = "pp=1 dp=2 tp=2"):
     step = TrainStep(Layers(count), torch.randn(8, 16, 64))
     cluster = parse_cluster("4xcpu")
-    search = _Search(step, step.capture(), cluster, Pins(), 1e9, lambda _: None)
+    search = _Search(step, step.capture(), FoundRules(), cluster, Pins(), 1e9, lambda _: None)
     graph = search._graph(Cut.single(units_of(step.capture().gradient.graph)[0]))
     return build_problem(graph, search._setting(graph, Mesh.parse(mesh)))
 
@@ -77,7 +78,9 @@ def test_a_node_more_in_one_layer_shifts_no_other():
     """The decisions of Llama's layers, of which the first has a relay less, are numbered alike (found by a plan with
     two all-to-alls around a relay of the first layer, which decided as another relay of the others)."""
     step = step_of("llama, 3 layers")
-    search = _Search(step, step.capture(), parse_cluster("2xcpu"), parse_pins("tp=2"), 1e9, lambda _: None)
+    search = _Search(
+        step, step.capture(), FoundRules(), parse_cluster("2xcpu"), parse_pins("tp=2"), 1e9, lambda _: None
+    )
     graph = search._graph(Cut.single(units_of(step.capture().gradient.graph)[0]))
     problem = build_problem(graph, search._setting(graph, Mesh.parse("pp=1 dp=1 tp=2")))
     solution = solve_shared(problem, replace(problem.problem, limits=(), nodes=without_memory(problem)), gap=0.0)
@@ -118,7 +121,7 @@ def test_alike_nodes_share_what_each_would_have(pins, mesh, recompute):
     """The problem is the same as where every node derives its own strategies, prices and bytes."""
     step = step_of("gpt, 3 layers", 2)
     mesh = Mesh.parse(mesh)
-    search = _Search(step, step.capture(), parse_cluster("4xcpu"), parse_pins(pins), 1e9, lambda _: None)
+    search = _Search(step, step.capture(), FoundRules(), parse_cluster("4xcpu"), parse_pins(pins), 1e9, lambda _: None)
     units = units_of(step.capture().gradient.graph)[0]
     cut = Cut.single(units) if mesh.num_stages == 1 else Cut.from_boundaries(units, [0, len(units) // 2])
     graph = search._graph(cut)

@@ -19,6 +19,7 @@ CASES = [
     ("gpt, 3 layers", 2, "4xcpu", "pp=2, tp=2"),
     ("gpt, odd sizes", 2, "4xcpu", "dp=2, tp=2"),
     ("gpt, odd sizes", 1, "4xcpu", "dp=4, zero=3"),
+    ("gpt, odd sizes", 1, "2xcpu", "tp=2, head: tp=out, blocks.*: tp=heads"),
     ("llama", 1, "2xcpu", "tp=2"),
     ("llama, 3 layers", 2, "2xcpu", "pp=2"),
     ("llama, 2 layers", 2, "4xcpu", "pp=2, dp=2, zero=1"),

@@ -28,8 +28,8 @@ class Matrices(nn.Module):
         return error.square().mean()
 
 
-def report_of(step: TrainStep, pins: str) -> VerifyReport:
-    program = compile(step, plan(step, "2xcpu", pin=pins))
+def report_of(step: TrainStep, pins: str, cluster: str = "2xcpu") -> VerifyReport:
+    program = compile(step, plan(step, cluster, pin=pins))
     return verify(step, program.pipeline, weights_of(step), 3)
 
 
@@ -38,6 +38,15 @@ def report_of(step: TrainStep, pins: str) -> VerifyReport:
 def test_optimizer(name: str, pins: str) -> None:
     torch.manual_seed(0)
     report = report_of(TrainStep(gpt(), token_batch(), optimizer=OPTIMIZERS[name]), pins)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["nadam", "adafactor", "user's own"])
+@pytest.mark.parametrize(("cluster", "pins"), [("2xcpu", "pp=2"), ("4xcpu", "dp=2, tp=2, zero=1")])
+def test_optimizer_on_more_axes(name: str, cluster: str, pins: str) -> None:
+    torch.manual_seed(0)
+    step = TrainStep(gpt(), token_batch(), optimizer=OPTIMIZERS[name], microbatches=2)
+    report = report_of(step, pins, cluster)
     assert report.ok, str(report)
 
 

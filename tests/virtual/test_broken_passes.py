@@ -172,12 +172,11 @@ def test_a_mask_that_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_caught(lambda: len(struck), "dp=2", microbatches=1)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=4"])
-def test_padding_that_is_summed(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_that_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in the chunks of a size that doesn't divide counts as content."""
     localise, struck = module("localise_shapes"), []
     monkeypatch.setattr(localise.Localiser, "fill_padding", lambda _self, _node, value, *_: struck.append(1) or value)
-    assert is_caught(lambda: len(struck), mesh, "gpt, odd sizes", microbatches=1)
+    assert is_caught(lambda: len(struck), "tp=4", "gpt, odd sizes", microbatches=1)
 
 
 def test_equal_nodes_that_differ_in_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

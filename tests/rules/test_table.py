@@ -48,11 +48,7 @@ def test_no_row_is_left_unproven() -> None:
     assert set(EXAMPLES) == set(_ROWS)
 
 
-def test_how_much_is_proven(record_property) -> None:
-    calls = sum(map(len, EXAMPLES.values()))
-    choices = sum(proof(name).executed for name in EXAMPLES)
-    record_property("ops", len(EXAMPLES))
-    record_property("choices", choices)
+def test_how_much_is_proven() -> None:
+    """The executions are counted by `autopar rules --prove`."""
     assert len(EXAMPLES) - len(UNSPLIT) >= 310
-    assert calls >= 500
-    assert choices >= 7000
+    assert sum(map(len, EXAMPLES.values())) >= 500

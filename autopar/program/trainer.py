@@ -129,14 +129,14 @@ class Trainer:
     def _whole(self, name: str, described: Value, value: Tensor, local: bool) -> Tensor:
         """The rank's local tensor of all microbatches together; given its own rows alone, it gets the others'."""
         layout, mesh = described.layout, self.mesh.spmd
-        whole = value.detach().contiguous().to(self.device, non_blocking=True)
         if local and name not in self._batch_values:
             raise PlanError(f"batch {name!r}: only counted, so it isn't split over ranks: pass the whole batch instead")
         if local:
             rows = self._batch_values[name].layout
-            pieces = split_microbatches(whole, rows.local_shape(mesh), self.program.pipeline.microbatches, name)
-            gathered = [gather_whole(piece.contiguous(), rows, mesh, self.communicator) for piece in pieces]
+            gathered = [gather_whole(p, rows, mesh, self.communicator) for p in self._pieces(name, value, local)]
             whole = torch.cat(gathered) if layout.global_shape != rows.global_shape else gathered[0]
+        else:
+            whole = value.detach().contiguous().to(self.device, non_blocking=True)
         return layout.shard(whole, mesh, self.communicator.coordinates).contiguous()
 
     def _random_keys(self) -> list[Tensor]:

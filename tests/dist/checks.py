@@ -231,7 +231,24 @@ def rank_1_dies(folder: Path) -> None:
     time.sleep(60)
 
 
-CHECKS = {check.__name__: check for check in (four_ranks, zero3, dropout, hashes, rank_1_dies)}
+def local_rows(folder: Path) -> None:
+    """Each rank is given its own rows alone, of a batch that doesn't divide: tokens are counted over all of them."""
+    from autopar.compiling import compile
+    from autopar.planning import plan
+    from tests.virtual.step_models import step_of
+
+    step = step_of("gpt, odd sizes", 2)
+    batch = {name: tensor.clone() for name, tensor in step.batch_tensors().items()}
+    batch["targets"][5, 1:] = 3  # ignored
+    expected = step.model(**batch).item()
+    trainer = compile(step, plan(step, "2xcpu", pin="dp=2")).start()
+    rows = [[0, 1, 3, 4], [2, 5]][dist.get_rank()]
+    got = trainer.step({name: tensor[rows] for name, tensor in batch.items()}, local=True)["loss"]
+    assert abs(got - expected) < 1e-5, (got, expected)
+    trainer.close()
+
+
+CHECKS = {check.__name__: check for check in (four_ranks, zero3, dropout, local_rows, hashes, rank_1_dies)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -181,9 +181,6 @@ class Layout:
         """The local shape with each factor as a dim of its own: what a reshard views the value into."""
         return tuple(f.local_size(mesh) for dim in self.dims for f in dim)
 
-    def num_shards(self, mesh: Mesh) -> int:
-        return math.prod(mesh.size(axis) for axis in self.split_axes)
-
     # -- tensors -----------------------------------------------------------------------------------------------
     def shard(self, value: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
         """The local tensor of the rank at `coordinates`. A partial sum stands on coordinate 0, zeros elsewhere."""
@@ -200,8 +197,7 @@ class Layout:
             local = self._reduce_partials(shards, mesh, coordinates)
             if whole is None:
                 whole = local.new_empty([f.size for dim in self.dims for f in dim])
-            own = self._narrow(whole, mesh, coordinates)
-            own.copy_(_prefix(local.reshape(self.local_factor_shape(mesh)), own.shape))
+            self._narrow(whole, mesh, coordinates).copy_(self.content(local, mesh, coordinates))
         assert whole is not None
         return whole.reshape(self.global_shape)
 
@@ -215,7 +211,7 @@ class Layout:
 
     def content(self, local: Tensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Tensor:
         """A rank's local tensor without its padding, viewed into its factors."""
-        return _prefix(local.reshape(self.local_factor_shape(mesh)), self._counts(mesh, coordinates))
+        return prefix(local.reshape(self.local_factor_shape(mesh)), self._counts(mesh, coordinates))
 
     def padded(self, content: Tensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Tensor:
         """The local tensor with this content and zeros for padding; raises `RuntimeError` for another size."""
@@ -243,7 +239,7 @@ class Layout:
         return functools.reduce(REDUCTIONS[op](), parts)
 
 
-def _prefix(value: Tensor, sizes: Iterable[int]) -> Tensor:
+def prefix(value: Tensor, sizes: Iterable[int]) -> Tensor:
     """The first elements along each dim."""
     for dim, size in enumerate(sizes):
         value = value.narrow(dim, 0, size)
@@ -255,7 +251,7 @@ def padded(value: Tensor, sizes: tuple[int, ...], fill: float = 0) -> Tensor:
     if tuple(value.shape) == sizes:
         return value
     whole = value.new_full(sizes, fill)
-    _prefix(whole, value.shape).copy_(value)
+    prefix(whole, value.shape).copy_(value)
     return whole
 
 

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from autopar import collectives
 from autopar.layout import chunk_size
+from autopar.rules.choices import axes_of
 from autopar.rules.factors import LeafRule
 from autopar.rules.losses import ELEMENTWISE, MEAN, reduction_of
 from autopar.rules.nodes import argument, node_argument, tensor_operands
@@ -48,11 +49,6 @@ def local_operand(localiser: Localiser, node: Node, index: int) -> list[int]:
     return list(tensor_operands(node)[index].meta["layout"].local_shape(localiser.mesh))
 
 
-def split_axes(rule: LeafRule, node: Node, letter: str) -> list[str]:
-    """The axes that split a letter of the node's rule, major first."""
-    return [s.axis for s in node.meta["choice"] if s.factor >= 0 and rule.factors[s.factor].letter == letter]
-
-
 def local_size(localiser: Localiser, node: Node, letter: str) -> int:
     """The size of a rank's chunk of a letter of the node's rule."""
     rule: LeafRule = node.meta["rule"]
@@ -60,7 +56,7 @@ def local_size(localiser: Localiser, node: Node, letter: str) -> int:
 
 
 def _chunk(localiser: Localiser, node: Node, factor: int) -> int:
-    axes = [s.axis for s in node.meta["choice"] if s.factor == factor]
+    axes = axes_of(node.meta["choice"], factor)
     return chunk_size(node.meta["rule"].factors[factor].size, map(localiser.mesh.size, axes))
 
 
@@ -193,7 +189,7 @@ def once(index: int) -> Handler:
     """
 
     def handle(localiser: Localiser, node: Node) -> None:
-        operand = node.args[index]
+        operand = node.args[index] if len(node.args) > index else None
         if not isinstance(operand, Node):
             return
         layout = operand.meta["layout"]
@@ -270,6 +266,7 @@ HANDLERS: dict[str, Handler] = {
     "aten.convolution_backward": _convolution_backward,
     **dict.fromkeys(("aten.addmm", "aten.addmv", "aten.addr", "aten.addbmm", "aten.baddbmm"), once(0)),
     **dict.fromkeys(("aten.index_add", "aten.index_put", "aten._unsafe_index_put"), once(0)),
-    "aten.conv_tbc": once(2),
+    **dict.fromkeys(("aten.conv_tbc", "autopar.linear"), once(2)),
+    "plus": plus,
     **{f"aten.{name}": _mean_of_loss for name in ELEMENTWISE},
 }

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from autopar import collectives
 from autopar.layout import Layout, chunk_size
 from autopar.random_ops import shard_arguments
+from autopar.rules.choices import axes_of
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import argument, node_argument, tensor_operands
 from passes import local_arguments
@@ -80,10 +80,6 @@ def replace_node(node: Node, result: Node, users: list[Node]) -> None:
         user.replace_input_with(node, result)
 
 
-def _split_axes(node: Node, factor: int) -> tuple[str, ...]:
-    return tuple(split.axis for split in node.meta["choice"] if split.factor == factor)
-
-
 @dataclass(frozen=True, slots=True)
 class _Range:
     """This rank's part of what a letter of a rule counts: its first index, how many it has, and the chunk's size."""
@@ -97,13 +93,15 @@ class _Range:
         return self.first == 0
 
 
-def _range_of(localiser: Localiser, node: Node, letter: str) -> _Range:
+def _indexed(localiser: Localiser, node: Node) -> _Range:
+    """The rank's range of what the node's indices count."""
     rule: LeafRule = node.meta["rule"]
-    leaves = [f for f, factor in enumerate(rule.factors) if factor.letter == letter]
+    letters = [letter for _, letter in rule.indexes[:1]]
+    leaves = [f for f, factor in enumerate(rule.factors) if factor.letter in letters]
     if not leaves:
         return _Range(0, 1, 1)
     major, inner = rule.factors[leaves[0]], math.prod(rule.factors[f].size for f in leaves[1:])
-    axes = _split_axes(node, leaves[0])
+    axes = axes_of(node.meta["choice"], leaves[0])
     size = chunk_size(major.size, map(localiser.mesh.size, axes)) * inner
     first, count = localiser.first(node, major.size, axes, inner), localiser.count(node, major.size, axes, inner)
     return _Range(first, count, size)
@@ -126,12 +124,6 @@ def _masked(localiser: Localiser, node: Node, value: Node, inside: Node) -> Node
         inside = localiser.call(node, aten.unsqueeze.default, inside, -1)
     nothing = False if value.meta["local_val"].dtype == torch.bool else 0
     return localiser.call(node, aten.where.ScalarOther, inside, value, nothing)
-
-
-def _indexed(localiser: Localiser, node: Node) -> _Range:
-    """The rank's range of what the node's indices count."""
-    rule: LeafRule = node.meta["rule"]
-    return _range_of(localiser, node, rule.indexes[0][1]) if rule.indexes else _Range(0, 1, 1)
 
 
 def contiguous_operands(localiser: Localiser, node: Node) -> None:
@@ -192,21 +184,6 @@ def _scatter_add(localiser: Localiser, node: Node) -> None:
         index, inside = _localised_index(localiser, node, node_argument(node, 2), own)
         node.args = (*node.args[:2], index, _masked(localiser, node, node_argument(node, 3), inside))
     once(0)(localiser, node)
-
-
-def _linear(localiser: Localiser, node: Node) -> None:
-    """A partial result takes the bias once."""
-    if len(node.args) > 2 and node.args[2] is not None:
-        _take_once(localiser, node, 2, [axis for axis, _ in node.meta["layout"].partial])
-
-
-def _take_once(localiser: Localiser, node: Node, index: int, axes: list[str]) -> None:
-    """Operand `index` counts on the rank at 0 of each of `axes` alone."""
-    for axis in axes:
-        position = localiser.call(node, collectives.coordinate, axis)
-        first = localiser.call(node, operator.eq, position, 0)
-        scaled = localiser.call(node, aten.mul.Tensor, node.args[index], first)
-        node.args = (*node.args[:index], scaled, *node.args[index + 1 :])
 
 
 def _squeeze(localiser: Localiser, node: Node) -> None:
@@ -270,7 +247,6 @@ HANDLERS: dict[str, Handler] = {
     "aten.embedding_dense_backward": _embedding_backward,
     "aten.gather": _gather,
     "aten.scatter_add": _scatter_add,
-    "autopar.linear": _linear,
     "aten.arange": _arange,
     **dict.fromkeys(("autopar.random_mask", "autopar.random_uniform"), _drawn),
     **dict.fromkeys(("autopar.random_normal", "autopar.random_integers"), _drawn),

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from autopar import collectives, markers
 from autopar.layout import Layout, Position, chunk_size
 from autopar.mesh import Mesh
-from autopar.rules.choices import Choice
+from autopar.rules.choices import Choice, ways_of
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import (
     argument,
@@ -79,10 +79,6 @@ class Localiser:
             self.graph.erase_node(node)
         elif node.target in markers.MOVES:
             self._lower_move(node)
-        elif node.target is markers.plus:
-            with self.graph.inserting_before(node):
-                plus(self, node)
-            self.run(node)
         else:
             with self.graph.inserting_before(node):
                 self._localise_arguments(node)
@@ -95,8 +91,8 @@ class Localiser:
             self._fill_operands(node)
         if not is_split and op_name(node) in OF_STORAGE:
             handler = given_strides
-        if handler is not None and (is_split or handler in (contiguous_operands, given_strides)):
-            handler(self, node)  # what is whole may have been gathered from padded chunks, and be strided
+        if handler is not None and (is_split or handler in _ALWAYS):
+            handler(self, node)
 
     # -- local values ------------------------------------------------------------------------------------------
     def _empty(self, node: Node) -> torch.Tensor:
@@ -191,14 +187,12 @@ class Localiser:
         operands = []
         for value, dims in zip(tensor_operands(node), rule.operands, strict=True):
             dtype = value.meta["val"].dtype
-            is_index = not (
-                dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or is_pointwise(node.target)
-            )
-            found: dict[str, list[Position]] = {}
+            is_index = _is_integer(dtype) and not is_pointwise(node.target)
+            found: dict[str | None, list[Position]] = {}
             for d, factors in enumerate(dims):
                 for i, factor in enumerate(factors):
-                    fill = fills.get(factor, "none")
-                    if fill != "none" or (is_index and factor in fills):
+                    fill = fills.get(factor)
+                    if fill is not None or (is_index and factor in fills):
                         found.setdefault(fill, []).append((d, i))
             for fill, positions in found.items():
                 value = self.fill_padding(node, value, positions, _neutral(fill, dtype))
@@ -219,9 +213,7 @@ class Localiser:
                 padding = self.call(node, aten.view.default, padding, [size, *[1] * trailing])
             filled = self.call(node, aten.masked_fill.Scalar, filled, padding, fill)
         result = self._reshaped(node, filled, layout.local_shape(self.mesh))
-        result.meta.update(
-            layout=layout, val=value.meta["val"]
-        )  # it stands for the operand: `node` may have many values
+        result.meta.update(layout=layout, val=value.meta["val"])  # it stands for the operand, not for `node`
         return result
 
     # -- moves -------------------------------------------------------------------------------------------------
@@ -322,19 +314,22 @@ _FAKE_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------
-def _fills(rule: LeafRule, choice: Choice, mesh: Mesh) -> dict[int, str]:
-    """Factors whose chunks hold padding → the reduction by which they leave a result; "none" where none lacks them."""
-    fills: dict[int, str] = {}
-    for factor in {split.factor for split in choice if split.factor >= 0}:
-        ways = math.prod(mesh.size(split.axis) for split in choice if split.factor == factor)
-        if rule.factors[factor].size % ways:
+_ALWAYS = (contiguous_operands, given_strides, plus)
+"""Handlers of ops that aren't split, too: what is whole may be strided, gathered from padded chunks; sums go on."""
+
+
+def _fills(rule: LeafRule, choice: Choice, mesh: Mesh) -> dict[int, str | None]:
+    """Factors whose chunks hold padding → the reduction by which they leave a result; None where none lacks them."""
+    fills: dict[int, str | None] = {}
+    for factor, ways in ways_of(choice, mesh).items():
+        if rule.factors[factor].size % math.prod(ways):
             indexed = any(letter == rule.factors[factor].letter for _, letter in rule.indexes)
-            lacking = [
+            lacking = (
                 reduction
                 for dims, reduction in zip(rule.results, rule.reductions, strict=True)
                 if not indexed and not any(factor in dim for dim in dims)
-            ]
-            fills[factor] = lacking[0] if lacking else "none"
+            )
+            fills[factor] = next(lacking, None)
     return fills
 
 
@@ -342,7 +337,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _neutral(reduction: str, dtype: torch.dtype) -> float:
+def _neutral(reduction: str | None, dtype: torch.dtype) -> float:
     """What changes nothing when it is reduced: 0 for sums, the least value for a max."""
     if reduction in ("max", "min") and dtype != torch.bool:
         range_ = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

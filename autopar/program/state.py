@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import PlanError
-from autopar.layout import Factor, Layout, chunk_size, window
+from autopar.layout import Factor, Layout, chunk_size, prefix, window
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.communicator import ProcessCommunicator
 from autopar.program.executor import StageExecutor
@@ -124,7 +124,7 @@ class LocalState:
         saved = self._saved_layout(slot)
         where = placements(plain_layout(saved, self.mesh), self.mesh)
         if layout == saved and is_plain(layout, self.mesh):
-            local = self._content(local, layout)
+            local = prefix(local, layout.content_shape(self.mesh, self.executor.communicator.coordinates))
         else:
             whole = gather_whole(local, layout, self.mesh, self.executor.communicator)
             local = self._chunk(whole, where).clone()
@@ -142,12 +142,6 @@ class LocalState:
             self.executor.set(slot, layout.shard(whole, self.mesh, at).clone())
         elif local.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
             self.executor.set(slot, layout.padded(local, self.mesh, at).clone())
-
-    def _content(self, local: Tensor, layout: Layout) -> Tensor:
-        """A plain local tensor without padding: a part of its memory."""
-        for dim, size in enumerate(layout.content_shape(self.mesh, self.executor.communicator.coordinates)):
-            local = local.narrow(dim, 0, size)
-        return local
 
     def _chunk(self, whole: Tensor, where: tuple[Placement, ...]) -> Tensor:
         """The rank's chunk, as DTensor counts: an axis chunks what the one before it has left."""

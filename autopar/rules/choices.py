@@ -84,10 +84,21 @@ def _orders(splits: Choice) -> list[Choice]:
 
 
 def _is_worth_it(rule: LeafRule, splits: Choice, mesh: Mesh) -> bool:
-    for factor in {s.factor for s in splits if s.factor >= 0}:
-        if not can_split(rule.factors[factor], [mesh.size(s.axis) for s in splits if s.factor == factor]):
-            return False
-    return True
+    return all(can_split(rule.factors[factor], ways) for factor, ways in ways_of(splits, mesh).items())
+
+
+def axes_of(choice: Choice, factor: int) -> tuple[str, ...]:
+    """The axes that split a factor, major first."""
+    return tuple(split.axis for split in choice if split.factor == factor)
+
+
+def ways_of(choice: Choice, mesh: Mesh) -> dict[int, list[int]]:
+    """Factor → sizes of the axes that split it, major first."""
+    ways: dict[int, list[int]] = {}
+    for split in choice:
+        if split.factor >= 0:
+            ways.setdefault(split.factor, []).append(mesh.size(split.axis))
+    return ways
 
 
 def operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:

@@ -18,14 +18,14 @@ def _first_normalised(node: Node, shape_argument: int, rank: int) -> int:
 
 
 def layer_norm(node: Node) -> BoundRule:
-    """`... [d], d, d -> ... [d], ... 1, ... 1`"""
-    operands, (result, statistic, _) = shapes_of(node)
+    """`... [d], d, d -> ... [d], ... 1, ... 1`; with one statistic, `rms_norm`."""
+    operands, (result, *others) = shapes_of(node)
     dims, sizes = letters(result, "d")
     first = _first_normalised(node, 1, len(result))
     weights = [dims[first:]] * (len(operands) - 1)
-    statistics = tuple(dims[i] if i < first else () for i in range(len(statistic)))
+    statistics = [tuple(dims[i] if i < first else () for i in range(len(statistic))) for statistic in others]
     kept = {f"d{i}" for i in range(first, len(result))}
-    return from_letters([dims, *weights], [dims, statistics, statistics], sizes, kept)
+    return from_letters([dims, *weights], [dims, *statistics], sizes, kept)
 
 
 def layer_norm_backward(node: Node) -> BoundRule:
@@ -38,16 +38,6 @@ def layer_norm_backward(node: Node) -> BoundRule:
     outputs = [dims if len(shape) == len(dims) and i == 0 else dims[first:] for i, shape in enumerate(results)]
     kept = {f"d{i}" for i in range(first, len(dims))}
     return from_letters([dims, dims, statistics, statistics, *weights], outputs, sizes, kept, ((0,),))
-
-
-def rms_norm(node: Node) -> BoundRule:
-    """`... [d], d -> ... [d], ... 1`"""
-    operands, (result, statistic) = shapes_of(node)
-    dims, sizes = letters(result, "d")
-    first = _first_normalised(node, 1, len(result))
-    weights = [dims[first:]] * (len(operands) - 1)
-    statistics = tuple(dims[i] if i < first else () for i in range(len(statistic)))
-    return from_letters([dims, *weights], [dims, statistics], sizes, {f"d{i}" for i in range(first, len(result))})
 
 
 # -- groups of channels ------------------------------------------------------------------------------------------
@@ -133,7 +123,7 @@ def weight_norm_backward(node: Node) -> BoundRule:
 ROWS: Rows = {
     "aten.native_layer_norm": by(layer_norm),
     "aten.native_layer_norm_backward": by(layer_norm_backward),
-    "aten._fused_rms_norm": by(rms_norm),
+    "aten._fused_rms_norm": by(layer_norm),
     "aten.native_group_norm": by(group_norm),
     "aten.native_group_norm_backward": by(group_norm_backward),
     "aten._native_batch_norm_legit": by(batch_norm(5)),

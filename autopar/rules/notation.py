@@ -99,10 +99,11 @@ def rule_text(
     left = ", ".join(" ".join(words) or "()" for words in operands)
     marks = [f"+{op}" if op not in ("", "sum") else "" for op in reductions]
     right = ", ".join(" ".join([*words, mark]).strip() or "()" for words, mark in zip(results, marks, strict=True))
-    return f"{left} -> {right}" + (f"; linear {_linear_text(linear)}" if linear else "")
+    return f"{left} -> {right}" + (f"; linear {linear_text(linear)}" if linear else "")
 
 
-def _linear_text(linear: Linear) -> str:
+def linear_text(linear: Linear) -> str:
+    """The inverse of `parse_linear`: `"0|1"`."""
     return "|".join("".join(map(str, g)) if max(g) < 10 else ",".join(map(str, (*g, ""))) for g in linear)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopar.mesh import Mesh
 from autopar.rules.examples import EXAMPLES, Example, Examples
 from autopar.rules.examples.tagged import tagged_examples
-from autopar.rules.notation import bound_text
+from autopar.rules.notation import bound_text, linear_text
 from autopar.rules.prove import prove
 from autopar.rules.table import rule_of
 from autopar.show import Table
@@ -63,8 +63,7 @@ def _rows(source: str, examples: Examples) -> list[Row]:
     rows = []
     for op, calls in examples.items():
         rule = rule_of(calls[0].node())
-        linear = "|".join("".join(map(str, group)) for group in rule.linear)
-        rows.append(Row(op, bound_text(rule), linear, source, tuple(calls)))
+        rows.append(Row(op, bound_text(rule), linear_text(rule.linear), source, tuple(calls)))
     return rows
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from autopar.rules.entries import Rows, by, texts
-from autopar.rules.letters import from_letters, letters, whole
+from autopar.rules.letters import aligned, from_letters, letters, whole
 from autopar.rules.nodes import argument, shapes_of, tensor_operands
 from autopar.rules.notation import BoundRule, Shape
 
@@ -125,9 +125,7 @@ def expanded(node: Node) -> BoundRule:
     """A dim of size 1 becomes a letter that only the result has: the value is constant along it."""
     (operand,), (result,) = shapes_of(node)
     dims, sizes = letters(result, "d")
-    tail = dims[len(dims) - len(operand) :]
-    source = tuple(() if size == 1 else dim for size, dim in zip(operand, tail, strict=True))
-    return from_letters([source], [dims], sizes, linear=((0,),))
+    return from_letters([aligned(operand, dims)], [dims], sizes, linear=((0,),))
 
 
 def strided(node: Node) -> BoundRule:

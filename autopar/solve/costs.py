@@ -16,7 +16,7 @@ from torch.fx import Node
 from autopar import markers
 from autopar.layout import Layout, chunk_size
 from autopar.mesh import Mesh
-from autopar.rules.choices import Choice, operand_layouts, result_layouts
+from autopar.rules.choices import Choice, operand_layouts, result_layouts, ways_of
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import is_view, op_name, result_values, tensor_operands
 
@@ -63,19 +63,10 @@ def flops(node: Node) -> float:
 def share(rule: LeafRule, choice: Choice, mesh: Mesh) -> float:
     """The part of the op's work that a choice leaves to a rank, padding included."""
     part = 1.0
-    for factor, ways in _ways(choice, mesh).items():
+    for factor, ways in ways_of(choice, mesh).items():
         size = rule.factors[factor].size
         part *= chunk_size(size, ways) / size
     return part
-
-
-def _ways(choice: Choice, mesh: Mesh) -> dict[int, list[int]]:
-    """Factor → sizes of the axes that split it, major first."""
-    ways: dict[int, list[int]] = {}
-    for split in choice:
-        if split.factor >= 0:
-            ways.setdefault(split.factor, []).append(mesh.size(split.axis))
-    return ways
 
 
 def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
@@ -86,7 +77,7 @@ def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
 def _filled_bytes(rule: LeafRule, choice: Choice, operand_bytes: Sequence[float], mesh: Mesh) -> float:
     """What filling padding moves: an operand is read and written once for each padded factor that is summed away."""
     moved = 0.0
-    for factor, ways in _ways(choice, mesh).items():
+    for factor, ways in ways_of(choice, mesh).items():
         vanishes = any(not any(factor in dim for dim in dims) for dims in rule.results)
         if vanishes and rule.factors[factor].size % math.prod(ways):
             held = zip(rule.operands, operand_bytes, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,36 +77,38 @@ def _run(captured: Any, value: Tensor, like: Tensor, grads: list[Tensor], rates:
     return value
 
 
+def run_optimizer(factory: Factory, parameter: Tensor, grads: list[Tensor], rates: list[float]) -> Tensor:
+    """The parameter after the real optimizer's steps."""
+    real = nn.Parameter(parameter.detach().clone())
+    optimizer = factory([real])
+    for grad, rate in zip(grads, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        real.grad = grad.clone()
+        optimizer.step()
+    return real.detach()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(6, 5), (7,)], ids=str)
 def test_three_steps_equal_the_real_optimizer(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(shape))
     grads, rates = [torch.randn(shape) for _ in range(3)], [1e-2, 3e-2, 5e-3]
-    real = nn.Parameter(parameter.detach().clone())
-    optimizer = OPTIMIZERS[name]([real])
-    for grad, rate in zip(grads, rates, strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        real.grad = grad.clone()
-        optimizer.step()
+    real = run_optimizer(OPTIMIZERS[name], parameter, grads, rates)
     captured = run_template(OPTIMIZERS[name], parameter, grads, rates)
     # 1e-6: `alpha=` and `value=` are multiplied in, which rounds once more
-    torch.testing.assert_close(captured, real.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(captured, real, rtol=1e-6, atol=1e-7)
 
 
 def test_muon_on_matrices() -> None:
     torch.manual_seed(0)
+    muon = functools.partial(torch.optim.Muon, lr=1e-2)
     parameter = nn.Parameter(torch.randn(6, 5))
     grads, rates = [torch.randn(6, 5) for _ in range(3)], [1e-2, 3e-2, 5e-3]
-    real = nn.Parameter(parameter.detach().clone())
-    optimizer = torch.optim.Muon([real], lr=1e-2)
-    for grad, rate in zip(grads, rates, strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        real.grad = grad.clone()
-        optimizer.step()
-    captured = run_template(lambda ps: torch.optim.Muon(ps, lr=1e-2), parameter, grads, rates)
+    real = run_optimizer(muon, parameter, grads, rates)
+    captured = run_template(muon, parameter, grads, rates)
     # its iteration runs in bf16: another order of roundings anywhere would be a difference of 1e-4 and more
-    torch.testing.assert_close(captured, real.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(captured, real, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adadelta"])
@@ -113,13 +116,8 @@ def test_bf16_parameters_are_rounded_as_the_kernels_do(name: str) -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(64, dtype=torch.bfloat16))
     grads, rates = [torch.randn(64, dtype=torch.bfloat16) for _ in range(3)], [1e-2, 3e-2, 5e-3]
-    real = nn.Parameter(parameter.detach().clone())
-    optimizer = OPTIMIZERS[name]([real])
-    for grad, rate in zip(grads, rates, strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        real.grad = grad.clone()
-        optimizer.step()
-    torch.testing.assert_close(run_template(OPTIMIZERS[name], parameter, grads, rates), real.detach())
+    real = run_optimizer(OPTIMIZERS[name], parameter, grads, rates)
+    torch.testing.assert_close(run_template(OPTIMIZERS[name], parameter, grads, rates), real)
 
 
 def test_templates_are_shared_by_shape_and_group() -> None:

@@ -6,7 +6,7 @@
 
 Before: a functional part of local tensors with blocking collectives. After: the same values; collectives of up to
 `Overlap.bucket_bytes` each that may be done at any time are grouped by kind, axis, reduction and dtype:
-- gathers made from the part's inputs by views alone: all of the part, at its beginning;
+- gathers made from the part's inputs by views and casts alone: all of the part, at its beginning;
 - reductions that lead only to the part's outputs: those of a block, after the last of them.
 A message costs as much as copying some 100 kB (on gloo; on NCCL, more), so larger ones are left alone: they go without
 a copy. Each element is reduced over the same ranks in the same order, so numbers stay bit-equal.
@@ -26,7 +26,7 @@ from autopar.program.storages import is_view, local_value, nbytes
 from autopar.rules.nodes import node_argument
 from passes.context import Overlap
 from passes.editing import edit
-from passes.kinds import block_of, leads_to_outputs
+from passes.kinds import CASTS, block_of, leads_to_outputs
 
 aten = torch.ops.aten
 REDUCTIONS = (collectives.reduce_scatter, collectives.all_reduce)
@@ -89,10 +89,11 @@ def _grouped(nodes: Iterable[fx.Node], place: Callable[[fx.Node], _Key]) -> list
 
 # -- places ------------------------------------------------------------------------------------------------------
 def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The part's inputs, and what is made from them by views alone."""
+    """The part's inputs, and what is made from them by views and casts alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or (is_view(node) and all(operand in found for operand in node.all_input_nodes)):
+        is_cheap = is_view(node) or node.target in CASTS
+        if node.op == "placeholder" or (is_cheap and all(operand in found for operand in node.all_input_nodes)):
             found.add(node)
     return found
 

@@ -68,6 +68,8 @@ class PinRules:
     batch: frozenset[int]
     sequence: frozenset[int]
     weight_dims: Mapping[Node, tuple[frozenset[int], frozenset[int]]]
+    of_parameters: frozenset[Node]
+    """What forwards make of parameters alone: casts, say. ZeRO-3 may split it, and gather what it gives."""
     matched: set[int] = field(default_factory=set)
     _wants: dict[Node, tuple[_Want, ...]] = field(default_factory=dict)
 
@@ -103,14 +105,14 @@ class PinRules:
             return self._zero_allows(kind, rule, split)
         if node.op != "call_function":
             return True
-        if node.meta["phase"] in ("norm", "update") and self.pins.zero == 0:
-            return split is None or split.factor < 0
+        is_whole = split is None or split.factor < 0
+        if node.meta["phase"] not in ("forward", "backward"):
+            return is_whole or self.pins.zero != 0 or node.meta["phase"] == "prologue"
         batch = self._fitting(rule, "dp", self.batch)
-        if node.meta["phase"] in ("forward", "backward") and batch:
+        if batch:
             return split is not None and (split.factor in batch or (split.linear >= 0 and not _is_matmul(node)))
-        if node.meta["phase"] in ("forward", "backward") and node.target is not markers.relay:
-            return split is None or split.factor < 0
-        return True
+        is_free = node.target is markers.relay or (self.pins.zero == 3 and node in self.of_parameters)
+        return is_whole or is_free
 
     def _zero_allows(self, kind: str, rule: LeafRule, split: Split | None) -> bool:
         zero = self.pins.zero
@@ -187,7 +189,17 @@ def bind_pins(pins: Pins, graph: Graph, mesh: Mesh) -> PinRules:
             batch.update(factors[f].atom for f in (dims[0] if dims else ()))
             sequence.update(factors[f].atom for f in (dims[1] if len(dims) > 1 else ()))
     weights = {node: dims for node in graph.nodes if (dims := _plain_weight_dims(node)) is not None}
-    return PinRules(pins, mesh, frozenset(batch), frozenset(sequence), weights)
+    return PinRules(pins, mesh, frozenset(batch), frozenset(sequence), weights, frozenset(_made_of_parameters(graph)))
+
+
+def _made_of_parameters(graph: Graph) -> set[Node]:
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.meta["phase"] == "forward":
+            inputs = node.all_input_nodes
+            if inputs and all(operand in found or _is_parameter(operand) for operand in inputs):
+                found.add(node)
+    return found
 
 
 def _require_rows(pins: Pins, graph: Graph, mesh: Mesh) -> None:

@@ -88,10 +88,15 @@ def test_zero_3_gathers_the_narrow_weights() -> None:
 
 @pytest.mark.parametrize("pins", ["dp=2, zero=3", "tp=2"])
 def test_autocast(pins: str) -> None:
+    """Weights that matmuls read are sent after their cast to bfloat16, and once for forward and backward."""
     torch.manual_seed(0)
     step = TrainStep(Autocast(), token_batch(), optimizer=adamw)
-    report = verify(step, compile(step, plan(step, "2xcpu", pin=pins)).pipeline, weights_of(step), 1)
+    pipeline = compile(step, plan(step, "2xcpu", pin=pins)).pipeline
+    report = verify(step, pipeline, weights_of(step), 1)
     assert report.ok, str(report)
+    gathered = list(matrices_gathered(pipeline))
+    assert all(value.dtype == torch.bfloat16 for value in gathered)
+    assert bool(gathered) == ("zero" in pins)
 
 
 def matrices_gathered(pipeline: Pipeline) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from autopar.errors import CaptureError
 
@@ -188,14 +189,42 @@ def rejection_sampling_as_ops() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unsynchronized_batch_norm() -> Iterator[None]:
-    """Inside, `SyncBatchNorm` is a batch norm: in a process group it would refuse tensors that are on no GPU."""
-    synchronized = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward  # type: ignore[method-assign]
+def traceable_modules() -> Iterator[None]:
+    """Inside, what some modules of torch do that no trace can follow is done otherwise, with the same result.
+
+    - `SyncBatchNorm` is a batch norm: in a process group it would refuse tensors that are on no GPU;
+    - a batch norm that averages cumulatively (`momentum=None`) divides by its count of batches as a tensor;
+    - a reentrant checkpoint is one that isn't: its backward can't run for chosen inputs.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_swapped_attribute(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward))
+        stack.enter_context(_swapped(nn.modules.batchnorm.__dict__, float=_float))
+        stack.enter_context(_swapped_attribute(CheckpointFunction, "apply", _checkpoint))
+        yield
+
+
+def _float(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) else float(value)
+
+
+def _checkpoint(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        with torch.no_grad():  # as a reentrant one, which sees no other inputs
+            return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+@contextlib.contextmanager
+def _swapped_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        nn.SyncBatchNorm.forward = synchronized  # type: ignore[method-assign]
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------

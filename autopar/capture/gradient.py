@@ -281,7 +281,7 @@ def _is_sequence(value: object) -> bool:
 def _errors_explained(run: _Step) -> Iterator[None]:
     packed = any(role.name == "position_ids" for role in run.roles)
     try:
-        with private.traceable_hugging_face(run.request.model, packed=packed), private.unsynchronized_batch_norm():
+        with private.traceable_hugging_face(run.request.model, packed=packed), private.traceable_modules():
             yield
     except Error:
         raise

@@ -179,15 +179,29 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if target.is_floating_point() or label_smoothing or size_average is not None or reduce is not None:
-        return NotImplemented
+    if target.is_floating_point() or size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
+        return NotImplemented  # torch's own error is the clearest
     dim = 1 if input.dim() > 1 else 0
     logits = input if input.dtype == torch.float64 else input.float()
     shifted = logits - logits.detach().amax(dim, keepdim=True)
     log_total = shifted.exp().sum(dim).log()
     index = target.masked_fill(target == ignore_index, 0)
     losses = log_total - shifted.gather(dim, index.unsqueeze(dim)).squeeze(dim)
-    return _reduce(losses, index, target == ignore_index, weight, reduction)
+    scales = _scales(index, target == ignore_index, weight, losses.dtype)
+    if weight is not None:
+        losses = losses * scales
+    if label_smoothing:
+        spread = _of_all_classes(log_total, shifted, weight, dim) * (label_smoothing / input.shape[dim])
+        losses = losses * (1 - label_smoothing) + spread
+    return _reduce(losses, scales, target == ignore_index, reduction)
+
+
+def _of_all_classes(log_total: Tensor, shifted: Tensor, weight: Tensor | None, dim: int) -> Tensor:
+    """-sum over classes of weight times log-probability: what smoothed labels add for each class."""
+    if weight is None:
+        return log_total * shifted.shape[dim] - shifted.sum(dim)
+    by_class = weight.view([-1 if d == dim else 1 for d in range(shifted.dim())])
+    return log_total * weight.sum() - (shifted * by_class).sum(dim)
 
 
 def _nll_loss(
@@ -204,7 +218,8 @@ def _nll_loss(
     dim = 1 if input.dim() > 1 else 0
     index = target.masked_fill(target == ignore_index, 0)
     losses = -input.gather(dim, index.unsqueeze(dim)).squeeze(dim)
-    return _reduce(losses, index, target == ignore_index, weight, reduction)
+    scales = _scales(index, target == ignore_index, weight, losses.dtype)
+    return _reduce(losses if weight is None else losses * scales, scales, target == ignore_index, reduction)
 
 
 def _mse_loss(input: Tensor, target: Tensor, *legacy: Any, reduction: str = "mean", **others: Any) -> Any:
@@ -215,15 +230,17 @@ def _mse_loss(input: Tensor, target: Tensor, *legacy: Any, reduction: str = "mea
     return squares if reduction == "none" else squares.sum() if reduction == "sum" else squares.mean()
 
 
-def _reduce(losses: Tensor, index: Tensor, ignored: Tensor, weight: Tensor | None, reduction: str) -> Any:
+def _scales(index: Tensor, ignored: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What each position counts for: the weight of its class, and nothing where it is ignored."""
+    return (~ignored if weight is None else weight[index].masked_fill(ignored, 0.0)).to(dtype)
+
+
+def _reduce(losses: Tensor, scales: Tensor, ignored: Tensor, reduction: str) -> Any:
     """Ignored positions count for nothing, in the sum and in the mean's divisor."""
-    scales = (~ignored if weight is None else weight[index].masked_fill(ignored, 0.0)).to(losses.dtype)
-    weighted = (losses if weight is None else losses * scales).masked_fill(ignored, 0.0)
+    kept = losses.masked_fill(ignored, 0.0)
     if reduction == "none":
-        return weighted
-    if reduction == "sum":
-        return weighted.sum()
-    return weighted.sum() / scales.sum()
+        return kept
+    return kept.sum() if reduction == "sum" else kept.sum() / scales.sum()
 
 
 # -- others ----------------------------------------------------------------------------------------------------------

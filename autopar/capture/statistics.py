@@ -22,10 +22,13 @@ def batch_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
-    momentum: float = 0.1,
+    momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`F.batch_norm`: input [b, c, ...], all else [c]; the running buffers are changed in place."""
+    """`F.batch_norm`: input [b, c, ...], all else [c]; the running buffers are changed in place.
+
+    `momentum` is a 0-d tensor where it depends on the number of batches so far.
+    """
     dims = [d for d in range(input.dim()) if d != 1]
     count = math.prod(input.shape[d] for d in dims)
     if input.dim() < 2 or (training and count == 1) or (not training and (running_mean is None or running_var is None)):
@@ -47,6 +50,6 @@ def batch_norm(
 
 
 @torch.no_grad()
-def _follow(running: Tensor | None, value: Tensor, momentum: float) -> None:
+def _follow(running: Tensor | None, value: Tensor, momentum: float | Tensor) -> None:
     if running is not None:
-        running.mul_(1 - momentum).add_(value.detach().view(running.shape).to(running.dtype), alpha=momentum)
+        running.mul_(1 - momentum).add_(value.detach().view(running.shape).to(running.dtype) * momentum)

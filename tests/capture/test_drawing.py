@@ -180,15 +180,16 @@ class Block(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, keep_rng: bool = True) -> None:
+    def __init__(self, keep_rng: bool = True, reentrant: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.keep_rng = keep_rng
+        self.keep_rng, self.reentrant = keep_rng, reentrant
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=reentrant)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, 0.2)
+        x = F.dropout(x * self.scale, 0.2)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.keep_rng)
+            x = checkpoint(block, x, use_reentrant=self.reentrant, preserve_rng_state=self.keep_rng)
         return F.dropout(x, 0.2).square().mean()
 
 
@@ -216,6 +217,7 @@ class Recurrent(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "checkpointed, other numbers when run again": lambda: Checkpointed(keep_rng=False),
+    "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
     "encoder": lambda: Encoder(need_weights=False),
     "encoder, attention's weights": lambda: Encoder(need_weights=True),
     "recurrent": Recurrent,

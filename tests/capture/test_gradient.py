@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import Captured, ForwardStep, Role, TrainStep, graph_hash, op_name, outputs, placeholders
 from autopar.capture.clean import is_view
@@ -313,6 +314,14 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "images": lambda x, y: F.cross_entropy(x.view(2, 4, 5).transpose(1, 2), y.view(2, 4)),
     "nll": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y, ignore_index=2),
     "smooth": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "smooth, ignore": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.3, ignore_index=2),
+    "smooth, weights": lambda x, y: F.cross_entropy(
+        x, y, weight=torch.arange(1.0, 6.0), label_smoothing=0.1, ignore_index=2
+    ),
+    "smooth, images": lambda x, y: F.cross_entropy(
+        x.view(2, 4, 5).transpose(1, 2), y.view(2, 4), label_smoothing=0.1, reduction="sum"
+    ),
+    "probabilities": lambda x, y: F.cross_entropy(x, F.one_hot(y, 5).float(), label_smoothing=0.1),
     "squares": lambda x, y: F.mse_loss(x, y[:, None].expand(-1, 5).float()),
     "squares, summed": lambda x, y: F.mse_loss(x, y[:, None].expand(-1, 5).float(), reduction="sum"),
     "squares, each": lambda x, y: F.mse_loss(x, y[:, None].expand(-1, 5).float(), reduction="none").sin().mean(),
@@ -329,7 +338,29 @@ def test_losses_in_primitive_ops(name: str) -> None:
     for role in got:
         torch.testing.assert_close(got[role], want[role], rtol=1e-5, atol=1e-6)
     ops = [node for node in call_nodes(step.capture()) if node.target is not operator.getitem]
-    assert all(map(has_rule, ops)) or name == "smooth"  # smoothed labels are left to torch's own op
+    assert all(map(has_rule, ops))
+
+
+class Frozen(nn.Module):
+    """The first block's input wants no gradient: a reentrant checkpoint then gives the block none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        x = self.blocks[1](x)
+        return checkpoint(self.blocks[2], x, use_reentrant=True).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints() -> None:
+    step, batch = TrainStep(Frozen(), {"x": torch.randn(3, 4)}), {"x": torch.randn(3, 4)}
+    got, want = run_captured(step, batch), run_eager(step, batch)
+    assert "blocks.0.weight" not in {role.name for role in got} and {"blocks.1.weight"} < {role.name for role in got}
+    for role in got:
+        torch.testing.assert_close(got[role], want[role])
 
 
 def test_views_are_merged() -> None:

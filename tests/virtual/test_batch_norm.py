@@ -80,6 +80,7 @@ def _reduces_statistics(node: Any) -> bool:
 NORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(CHANNELS), (6, CHANNELS)),
     "1d, of sequences": (lambda: nn.BatchNorm1d(CHANNELS, eps=1e-3, momentum=0.3), (6, CHANNELS, 3)),
+    "cumulative": (lambda: nn.BatchNorm1d(CHANNELS, momentum=None), (6, CHANNELS)),
     "3d": (lambda: nn.BatchNorm3d(CHANNELS), (6, CHANNELS, 2, 3, 2)),
     "no weights": (lambda: nn.BatchNorm2d(CHANNELS, affine=False), (6, CHANNELS, 2, 3)),
     "no buffers": (lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False), (6, CHANNELS, 2, 3)),

@@ -77,6 +77,22 @@ def test_losses_of_four_microbatches_are_those_of_the_whole_batch(loss: str) -> 
     assert len(found) > 3 and all(difference.ok for difference in found), "\n".join(map(str, found))
 
 
+class Smoothed(Scored):
+    def forward(self, tokens: Tensor, targets: Tensor, **others: Tensor) -> Any:
+        logits = self.head(torch.tanh(self.tokens(tokens))).flatten(0, 1)
+        weight = torch.linspace(0.5, 1.5, VOCAB)
+        return F.cross_entropy(logits, targets.flatten(), weight, ignore_index=IGNORED, label_smoothing=0.1)
+
+
+def test_smoothed_labels() -> None:
+    torch.manual_seed(0)
+    step = TrainStep(Smoothed(None), uneven(), optimizer=adamw, microbatches=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = verify(step, compile(step, plan(step, "2xcpu", pin="tp=2")).pipeline, weights_of(step), 1)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     ("loss", "line"),
     [

@@ -21,11 +21,10 @@ from torch.fx import Graph, Node
 from autopar import collectives, markers
 from autopar.layout import Layout, Position, chunk_size
 from autopar.mesh import Mesh
-from autopar.rules.choices import Choice, ways_of
-from autopar.rules.factors import LeafRule
+from autopar.rules.choices import filled
 from autopar.rules.nodes import (
     argument,
-    is_pointwise,
+    index_operands,
     is_view,
     node_argument,
     op_name,
@@ -180,24 +179,17 @@ class Localiser:
     # -- padding -----------------------------------------------------------------------------------------------
     def _fill_operands(self, node: Node) -> None:
         """Padding that the op would sum over becomes neutral; padding that it would take for indices becomes 0."""
-        rule: LeafRule = node.meta["rule"]
-        fills = _fills(rule, node.meta["choice"], self.mesh)
-        if not fills or is_view(node):
+        if is_view(node):
             return
-        operands = []
-        for value, dims in zip(tensor_operands(node), rule.operands, strict=True):
-            dtype = value.meta["val"].dtype
-            is_index = _is_integer(dtype) and not is_pointwise(node.target)
-            found: dict[str | None, list[Position]] = {}
-            for d, factors in enumerate(dims):
-                for i, factor in enumerate(factors):
-                    fill = fills.get(factor)
-                    if fill is not None or (is_index and factor in fills):
-                        found.setdefault(fill, []).append((d, i))
-            for fill, positions in found.items():
-                value = self.fill_padding(node, value, positions, _neutral(fill, dtype))
-            operands.append(value)
-        replace_operands(node, operands)
+        operands = tensor_operands(node)
+        fills = filled(node.meta["rule"], node.meta["choice"], self.mesh, index_operands(node))
+        for number, found in enumerate(fills):
+            for reduction, positions in found.items():
+                value = operands[number]
+                fill = _neutral(reduction, value.meta["val"].dtype)
+                operands[number] = self.fill_padding(node, value, positions, fill)
+        if any(fills):
+            replace_operands(node, operands)
 
     def fill_padding(self, node: Node, value: Node, positions: Iterable[Position], fill: float) -> Node:
         """`value` with `fill` in the padding of the factors at `positions`; `node` is the op that will read it."""
@@ -316,25 +308,6 @@ _FAKE_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
 # -- padding ---------------------------------------------------------------------------------------------------------
 _ALWAYS = (contiguous_operands, given_strides, plus)
 """Handlers of ops that aren't split, too: what is whole may be strided, gathered from padded chunks; sums go on."""
-
-
-def _fills(rule: LeafRule, choice: Choice, mesh: Mesh) -> dict[int, str | None]:
-    """Factors whose chunks hold padding → the reduction by which they leave a result; None where none lacks them."""
-    fills: dict[int, str | None] = {}
-    for factor, ways in ways_of(choice, mesh).items():
-        if rule.factors[factor].size % math.prod(ways):
-            indexed = any(letter == rule.factors[factor].letter for _, letter in rule.indexes)
-            lacking = (
-                reduction
-                for dims, reduction in zip(rule.results, rule.reductions, strict=True)
-                if not indexed and not any(factor in dim for dim in dims)
-            )
-            fills[factor] = next(lacking, None)
-    return fills
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _neutral(reduction: str | None, dtype: torch.dtype) -> float:

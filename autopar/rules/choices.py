@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.layout import Layout, is_worth_splitting
+from autopar.layout import Layout, Position, is_worth_splitting
 from autopar.mesh import Mesh
 from autopar.rules.factors import LeafRule, OpFactor, Sizes
 
@@ -31,6 +31,7 @@ class Split:
 
 Choice = tuple[Split, ...]
 """Splits in the order in which axes that share a factor lie on it, major first."""
+Fills = dict[str | None, list[Position]]
 
 
 def splittable(rule: LeafRule, factor: int) -> bool:
@@ -99,6 +100,33 @@ def ways_of(choice: Choice, mesh: Mesh) -> dict[int, list[int]]:
         if split.factor >= 0:
             ways.setdefault(split.factor, []).append(mesh.size(split.axis))
     return ways
+
+
+def filled(rule: LeafRule, choice: Choice, mesh: Mesh, indices: Collection[int] = ()) -> tuple[Fills, ...]:
+    """Per operand, what must stand in its padding: reduction → the positions that it is neutral for.
+
+    The reduction is the one by which a padded factor leaves a result. Of the operands numbered `indices`, which hold
+    indices, padded factors that no result lacks are under None: any index will do there.
+    """
+    lost: dict[int, str | None] = {}
+    for factor, ways in ways_of(choice, mesh).items():
+        if rule.factors[factor].size % math.prod(ways):
+            lost[factor] = _reduced_by(rule, factor)
+    found: list[Fills] = [{} for _ in rule.operands]
+    for operand, dims in enumerate(rule.operands if lost else ()):
+        for d, factors in enumerate(dims):
+            for i, factor in enumerate(factors):
+                if lost.get(factor) is not None or (operand in indices and factor in lost):
+                    found[operand].setdefault(lost[factor], []).append((d, i))
+    return tuple(found)
+
+
+def _reduced_by(rule: LeafRule, factor: int) -> str | None:
+    """The reduction by which a factor leaves a result; None where none lacks it, or what it indexes is masked."""
+    if any(letter == rule.factors[factor].letter for _, letter in rule.indexes):
+        return None
+    results = zip(rule.results, rule.reductions, strict=True)
+    return next((by for dims, by in results if not any(factor in dim for dim in dims)), None)
 
 
 def operand_layouts(rule: LeafRule, choice: Choice) -> tuple[Layout, ...]:

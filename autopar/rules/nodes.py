@@ -47,6 +47,15 @@ def tensor_operands(node: Node) -> list[Node]:
     return [n for n in _nodes_in((node.args, node.kwargs)) if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
+def index_operands(node: Node) -> tuple[int, ...]:
+    """The numbers of the operands that an op may take for indices: integers, unless it is pointwise."""
+    if is_pointwise(node.target):
+        return ()
+    dtypes = [operand.meta["val"].dtype for operand in tensor_operands(node)]
+    plain = [not (d.is_floating_point or d.is_complex or d == torch.bool) for d in dtypes]
+    return tuple(number for number, is_index in enumerate(plain) if is_index)
+
+
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     """The argument `name`, which stands at `index` where it is positional."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)

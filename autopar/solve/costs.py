@@ -16,9 +16,9 @@ from torch.fx import Node
 from autopar import markers
 from autopar.layout import Layout, chunk_size
 from autopar.mesh import Mesh
-from autopar.rules.choices import Choice, operand_layouts, result_layouts, ways_of
+from autopar.rules.choices import Choice, filled, operand_layouts, result_layouts, ways_of
 from autopar.rules.factors import LeafRule
-from autopar.rules.nodes import is_view, op_name, result_values, tensor_operands
+from autopar.rules.nodes import index_operands, is_view, op_name, result_values, tensor_operands
 
 Compute = Callable[[float, float, str], float]
 """(operations, bytes, dtype name) → seconds on one device."""
@@ -74,15 +74,11 @@ def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
     return float(math.prod(layout.local_shape(mesh)) * element_bytes)
 
 
-def _filled_bytes(rule: LeafRule, choice: Choice, operand_bytes: Sequence[float], mesh: Mesh) -> float:
-    """What filling padding moves: an operand is read and written once for each padded factor that is summed away."""
-    moved = 0.0
-    for factor, ways in ways_of(choice, mesh).items():
-        vanishes = any(not any(factor in dim for dim in dims) for dims in rule.results)
-        if vanishes and rule.factors[factor].size % math.prod(ways):
-            held = zip(rule.operands, operand_bytes, strict=True)
-            moved += sum(2 * size for dims, size in held if any(factor in dim for dim in dims))
-    return moved
+def _filled_bytes(node: Node, choice: Choice, operand_bytes: Sequence[float], mesh: Mesh) -> float:
+    """What filling padding moves: an operand is read and written once for each factor of it that is filled."""
+    found = filled(node.meta["rule"], choice, mesh, index_operands(node))
+    times = (sum(map(len, fills.values())) for fills in found)
+    return sum(2 * count * size for count, size in zip(times, operand_bytes, strict=True))
 
 
 def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:
@@ -92,7 +88,7 @@ def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Co
     values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
     drawn = _DRAWN_BYTES.get(op_name(node), 0)
     widths = tuple(value.element_size() + drawn for value in values)
-    key = ("costs", op_name(node), widths, _results(node)[0].dtype, tuple(choices), mesh, compute)
+    key = ("costs", op_name(node), widths, _results(node)[0].dtype, index_operands(node), tuple(choices), mesh, compute)
     rule: LeafRule = node.meta["rule"]
     if key not in rule.memo:
         rule.memo[key] = _compute_costs(node, widths, choices, mesh, compute)
@@ -109,7 +105,7 @@ def _compute_costs(
     for choice in choices:
         layouts = (*operand_layouts(rule, choice), *result_layouts(rule, choice))
         held = [local_bytes(layout, width, mesh) for layout, width in zip(layouts, widths, strict=True)]
-        moved = sum(held) + _filled_bytes(rule, choice, held[: len(rule.operands)], mesh)
+        moved = sum(held) + _filled_bytes(node, choice, held[: len(rule.operands)], mesh)
         costs.append(compute(total * share(rule, choice, mesh), moved, dtype))
     return costs
 

@@ -248,7 +248,35 @@ def local_rows(folder: Path) -> None:
     trainer.close()
 
 
-CHECKS = {check.__name__: check for check in (four_ranks, zero3, dropout, local_rows, hashes, rank_1_dies)}
+def clipped(folder: Path) -> None:
+    """The gradients' norm, over stages and over what a rank holds of each, is that of one device."""
+    from autopar.capture.step import TrainStep
+    from autopar.compiling import compile
+    from autopar.planning import plan
+    from autopar.program.verify import EagerStep
+    from tests.virtual.step_models import adamw, gpt, token_batch, weights_of
+
+    for pins in ("pp=2", "dp=2, zero=2"):
+        torch.manual_seed(0)
+        step = TrainStep(gpt(), token_batch(8), optimizer=adamw, microbatches=2, clip_norm=0.05)
+        eager = EagerStep(step, weights_of(step), seed=0)
+        trainer = compile(step, plan(step, "2xcpu", pin=pins)).start()
+        for index in range(2):
+            loss = float(eager.backward(index))
+            norm = float(torch.nn.utils.clip_grad_norm_(eager.model.parameters(), 0.05))
+            eager.optimizer.step()
+            got = trainer.step(step.batch)
+            assert abs(got["loss"] - loss) < 1e-5, (pins, index, got, loss)
+            assert abs(got["grad_norm"] - norm) < 1e-5 < norm, (pins, index, got, norm)
+        trainer.close()
+
+
+def against_eager(folder: Path) -> None:
+    local_rows(folder)
+    clipped(folder)
+
+
+CHECKS = {check.__name__: check for check in (four_ranks, zero3, dropout, against_eager, hashes, rank_1_dies)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -31,8 +31,8 @@ def test_ranks_run_plans_of_models_as_the_virtual_mesh_does():
         assert close <= 1e-6, title
 
 
-def test_ranks_that_are_given_their_own_rows_count_all(tmp_path):
-    assert run_ranks(2, [CHECKS, "local_rows", str(tmp_path)], env=ENV, timeout_s=120) == 0
+def test_ranks_count_their_own_rows_and_clip_by_the_whole_norm(tmp_path):
+    assert run_ranks(2, [CHECKS, "against_eager", str(tmp_path)], env=ENV, timeout_s=120) == 0
 
 
 def test_ranks_drop_out_what_one_device_does(tmp_path):

@@ -178,6 +178,7 @@ TABLE: dict[str, Row] = {
     "gemma3": ("Gemma3ForCausalLM", "causal", {**GROUPED, "head_dim": 4, "sliding_window": 4}),
     "mistral": ("MistralForCausalLM", "causal", {**GROUPED, "sliding_window": 4}),
     "mixtral": ("MixtralForCausalLM", "causal", {**GROUPED, **EXPERTS}),
+    "mixtral, router's loss": ("MixtralForCausalLM", "causal", {**GROUPED, **EXPERTS, "output_router_logits": True}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "causal", {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "causal", {**GROUPED, **EXPERTS, "head_dim": 4}),
     "deepseek_v2": (

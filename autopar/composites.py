@@ -3,7 +3,7 @@
     y        = autopar::linear(x, weight, bias)                     # x [..., i], weight [o, i] -> [..., o]
     dx, dw   = autopar::linear_dx(dy, weight), autopar::linear_dw(x, dy)
     out, lse = autopar::attention(q, k, v, mask, is_causal, scale)  # q [b, h, s, d], k and v [b, g, t, d], h % g == 0
-    y        = autopar::grouped_mm(x, weight, ends)                 # x [s, i], weight [e, i, o], ends [e] -> [s, o]
+    y        = autopar::expert_mm(x, weight, expert)                # see `experts`
 
 A linear layer traced in primitive ops is eleven nodes, most of them views; as a composite it is one forward and two
 backward nodes, each with a one-line sharding rule.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import experts
 from autopar.private import OpOverload
 
 _ops = torch.ops.aten
@@ -42,36 +43,6 @@ def linear_dx(dy: Tensor, weight: Tensor) -> Tensor:
 def linear_dw(x: Tensor, dy: Tensor) -> Tensor:
     """The weight's gradient: x [..., i], dy [..., o] → [o, i]."""
     return torch.mm(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
-
-
-# -- experts ---------------------------------------------------------------------------------------------------------
-
-
-def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [s, i], weight [e, i, o] → [s, o]: rows up to `ends[j]` that no group before j has meet `weight[j]`.
-
-    Rows past the last end are zero. Any floating dtype; torch's own op takes bfloat16 alone on some devices.
-    """
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    for j, (start, end) in enumerate(_spans(ends, x.shape[0])):
-        torch.mm(x[start:end], weight[j], out=out[start:end])
-    return out
-
-
-def grouped_mm_dx(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The input's gradient: dy [s, o], weight [e, i, o] → [s, i]."""
-    return grouped_mm(dy, weight.mT, ends)
-
-
-def grouped_mm_dw(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """The weight's gradient: x [s, i], dy [s, o] → [e, i, o]."""
-    return torch.stack([torch.mm(x[start:end].t(), dy[start:end]) for start, end in _spans(ends, x.shape[0])])
-
-
-def _spans(ends: Tensor, rows: int) -> list[tuple[int, int]]:
-    """(first row, last row + 1) of each group; an end before the last one, or past the rows, is moved there."""
-    stops: list[int] = ends.clamp(0, rows).cummax(0).values.tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -197,9 +168,7 @@ _SCHEMAS = (
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "linear_dx(Tensor dy, Tensor weight) -> Tensor",
     "linear_dw(Tensor x, Tensor dy) -> Tensor",
-    "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
-    "grouped_mm_dx(Tensor dy, Tensor weight, Tensor ends) -> Tensor",
-    "grouped_mm_dw(Tensor x, Tensor dy, Tensor ends) -> Tensor",
+    *experts.SCHEMAS,
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> (Tensor, Tensor)",
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse,"
     " bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
@@ -216,18 +185,6 @@ def _fake_linear_dx(dy: Tensor, weight: Tensor) -> Tensor:
 
 def _fake_linear_dw(x: Tensor, dy: Tensor) -> Tensor:
     return x.new_empty((dy.shape[-1], x.shape[-1]))
-
-
-def _fake_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[2]))
-
-
-def _fake_grouped_mm_dx(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return dy.new_empty((dy.shape[0], weight.shape[1]))
-
-
-def _fake_grouped_mm_dw(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty((ends.shape[0], x.shape[1], dy.shape[1]))
 
 
 def _fake_attention(
@@ -263,17 +220,6 @@ def _linear_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db
 
 
-def _save_grouped_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _grouped_mm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, ends = ctx.saved_tensors
-    need_x, need_weight, _ = ctx.needs_input_grad
-    dx = torch.ops.autopar.grouped_mm_dx(dy, weight, ends) if need_x else None
-    return dx, torch.ops.autopar.grouped_mm_dw(x, dy, ends) if need_weight else None, None
-
-
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, ctx.is_causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, mask, *output)
@@ -294,9 +240,7 @@ def _register() -> Any:
         "linear": (linear, _fake_linear),
         "linear_dx": (linear_dx, _fake_linear_dx),
         "linear_dw": (linear_dw, _fake_linear_dw),
-        "grouped_mm": (grouped_mm, _fake_grouped_mm),
-        "grouped_mm_dx": (grouped_mm_dx, _fake_grouped_mm_dx),
-        "grouped_mm_dw": (grouped_mm_dw, _fake_grouped_mm_dw),
+        **experts.IMPLEMENTATIONS,
         "attention": (attention, _fake_attention),
         "attention_backward": (attention_backward, _fake_attention_backward),
     }
@@ -307,9 +251,11 @@ def _register() -> Any:
         torch.library.register_fake(f"autopar::{name}", fake, lib=library)
     register = torch.library.register_autograd
     register("autopar::linear", _linear_gradient, setup_context=_save_linear, lib=library)
-    register("autopar::grouped_mm", _grouped_mm_gradient, setup_context=_save_grouped_mm, lib=library)
+    register("autopar::expert_mm", experts.expert_mm_gradient, setup_context=experts.save, lib=library)
+    register("autopar::grouped_mm", experts.grouped_mm_gradient, setup_context=experts.save, lib=library)
     register("autopar::attention", _attention_gradient, setup_context=_save_attention, lib=library)
-    for name in ("linear_dx", "linear_dw", "grouped_mm_dx", "grouped_mm_dw", "attention_backward"):
+    backwards = [f"{name}_{part}" for name in ("linear", "expert_mm", "grouped_mm") for part in ("dx", "dw")]
+    for name in (*backwards, "attention_backward"):
         register(f"autopar::{name}", _second_gradient, lib=library)
     return library
 
@@ -321,9 +267,7 @@ LOWERED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.autopar.linear.default: linear,
     torch.ops.autopar.linear_dx.default: linear_dx,
     torch.ops.autopar.linear_dw.default: linear_dw,
-    torch.ops.autopar.grouped_mm.default: grouped_mm,
-    torch.ops.autopar.grouped_mm_dx.default: grouped_mm_dx,
-    torch.ops.autopar.grouped_mm_dw.default: grouped_mm_dw,
+    **{getattr(torch.ops.autopar, name).default: run for name, (run, _) in experts.IMPLEMENTATIONS.items()},
     torch.ops.autopar.attention.default: attention,
     torch.ops.autopar.attention_backward.default: attention_backward,
 }

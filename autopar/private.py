@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from autopar.errors import CaptureError
+from autopar.experts import experts_forward
 
 
 def _private(module: str, name: str) -> Any:
@@ -287,7 +288,8 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def traceable_hugging_face(model: nn.Module, *, packed: bool) -> Iterator[None]:
-    """No key-value cache, and masks that stay symbolic: unless samples are packed, attention gets `is_causal=True`."""
+    """No key-value cache, experts whose tokens can be split, and masks that stay symbolic: unless samples are packed,
+    attention gets `is_causal=True`."""
     if not is_hugging_face(model):
         yield
         return
@@ -301,6 +303,9 @@ def traceable_hugging_face(model: nn.Module, *, packed: bool) -> Iterator[None]:
                     "transformers.masking_utils has no find_packed_sequence_indices; use transformers 4.56 to 5"
                 )
             stack.enter_context(_swapped(masks, find_packed_sequence_indices=lambda position_ids: None))
+        if any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+            interface = _private("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS")
+            stack.enter_context(_swapped_attribute(interface, "get_interface", lambda name, own: experts_forward))
         yield
 
 

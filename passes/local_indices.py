@@ -186,6 +186,15 @@ def _scatter_add(localiser: Localiser, node: Node) -> None:
     once(0)(localiser, node)
 
 
+def _expert_mm(localiser: Localiser, node: Node) -> None:
+    """Experts are counted from this rank's first; rows of others are zero by the op itself."""
+    own, operands = _indexed(localiser, node), tensor_operands(node)
+    if own.is_whole:
+        return
+    index = localiser.call(node, aten.sub.Tensor, operands[2], own.first)
+    node.args = (*node.args[:2], index, *([own.size] if len(node.args) > 3 else []))
+
+
 def _squeeze(localiser: Localiser, node: Node) -> None:
     """A view: a dim that only a shard has of size 1 must stay."""
     node.target, node.args, node.kwargs = aten.view.default, (node.args[0], local_result(localiser, node)), {}
@@ -247,6 +256,7 @@ HANDLERS: dict[str, Handler] = {
     "aten.embedding_dense_backward": _embedding_backward,
     "aten.gather": _gather,
     "aten.scatter_add": _scatter_add,
+    **dict.fromkeys(("autopar.expert_mm", "autopar.expert_mm_dx", "autopar.expert_mm_dw"), _expert_mm),
     "aten.arange": _arange,
     **dict.fromkeys(("autopar.random_mask", "autopar.random_uniform"), _drawn),
     **dict.fromkeys(("autopar.random_normal", "autopar.random_integers"), _drawn),

@@ -30,14 +30,15 @@ from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import node_argument, op_name, tensor_operands
 from autopar.solve.costs import MATMULS
 
+_LINEAR = ("linear", "expert_mm", "grouped_mm")
 _LETTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "in": {
-        **{f"autopar.{op}{part}": ("i",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
+        **{f"autopar.{op}{part}": ("i",) for op in _LINEAR for part in ("", "_dx", "_dw")},
         "aten.convolution": ("c",),
         "aten.convolution_backward": ("c",),
     },
     "out": {
-        **{f"autopar.{op}{part}": ("o",) for op in ("linear", "grouped_mm") for part in ("", "_dx", "_dw")},
+        **{f"autopar.{op}{part}": ("o",) for op in _LINEAR for part in ("", "_dx", "_dw")},
         "aten.convolution": ("o",),
         "aten.convolution_backward": ("o",),
     },

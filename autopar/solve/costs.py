@@ -29,7 +29,9 @@ MATMULS = frozenset(
         *("autopar.linear", "autopar.linear_dx", "autopar.linear_dw"),
     }
 )
-_GROUPED_MATMULS = frozenset({"autopar.grouped_mm", "autopar.grouped_mm_dx", "autopar.grouped_mm_dw"})
+_GROUPED_MATMULS = frozenset(
+    f"autopar.{name}{part}" for name in ("expert_mm", "grouped_mm") for part in ("", "_dx", "_dw")
+)
 CONVOLUTIONS = {"aten.convolution": 1, "aten.convolution_backward": 2}
 """How many convolutions an op does: the backward one each for the gradients of input and weight."""
 _ATTENTION_MATMULS = {"autopar.attention": 2, "autopar.attention_backward": 5}

@@ -87,11 +87,26 @@ def test_grouped_mm_equals_a_matmul_for_each_group(dtype: torch.dtype, ends: lis
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_expert_mm_equals_a_matmul_for_each_row(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(9, 4, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 4, 8, dtype=dtype, requires_grad=True)
+    expert = torch.tensor([3, 0, -1, 2, 4, 0, 3, 3, 7])
+    got = torch.ops.autopar.expert_mm(x, weight, expert)
+    known = (expert >= 0) & (expert < 4)  # what has another expert is zero
+    want = torch.einsum("si,sio->so", x, weight[expert.clamp(0, 3)] * known.view(-1, 1, 1))
+    dy = torch.randn_like(want)
+    pairs = zip(*(torch.autograd.grad(y, (x, weight), dy) for y in (got, want)), strict=True)
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-2
+    for mine, theirs in ((got, want), *pairs):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
 def test_every_op_has_a_lowering() -> None:
-    assert {op.overloadpacket.__name__ for op in composites.LOWERED} == {
-        "linear", "linear_dx", "linear_dw", "grouped_mm", "grouped_mm_dx", "grouped_mm_dw", "attention",
-        "attention_backward",
-    }  # fmt: skip
+    linear = [f"{name}{part}" for name in ("linear", "expert_mm", "grouped_mm") for part in ("", "_dx", "_dw")]
+    lowered = {op.overloadpacket.__name__ for op in composites.LOWERED}
+    assert lowered == {*linear, "attention", "attention_backward"}
 
 
 @pytest.mark.parametrize("op", ["attention", "linear"])

@@ -2,9 +2,10 @@
 
     python -m tests.matrix.run --models "llama;bert" --cells tp2
     python -m tests.matrix.run --part 1/4 --json > part1.json
-    python -m tests.matrix.run --markdown tests/matrix/README.md
+    python -m tests.matrix.run --results matrix.json --markdown tests/matrix/README.md
 
-Each model runs in a process of its own, each cell under a limit of time. Exits 1 where a cell failed.
+Each model runs in a process of its own, each cell under a limit of time. With `--results`, a model whose cells the file
+holds isn't run again, so that a run may be interrupted and go on. Exits 1 where a cell failed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,18 +29,41 @@ from tests.matrix.page import page
 
 def main() -> int:
     asked = _parser().parse_args()
-    results = []
-    for result in run_all(_models(asked), asked.cells or list(CELLS), asked.timeout, asked.jobs):
-        results.append(result)
+    cells, models = asked.cells or list(CELLS), _models(asked)
+    known = _known(asked.results, cells)
+    for result in run_all([m for m in models if m not in known], cells, asked.timeout, asked.jobs):
+        known.setdefault(result.model, []).append(result)
         print(_line(result), file=sys.stderr if asked.json else sys.stdout, flush=True)
+        if asked.results and len(known[result.model]) == len(cells):
+            _save(asked.results, known)
+    results = [result for model in models for result in known[model]]
     failed = [result for result in results if not result.ok]
     if asked.json:
-        print(json.dumps([dataclasses.asdict(result) for result in results]))
+        print(_as_json(results))
     else:
         print(f"{len(results) - len(failed)} of {len(results)} cells passed")
     if asked.markdown:
         asked.markdown.write_text(page(results), encoding="utf-8")
     return 1 if failed else 0
+
+
+def _known(path: Path | None, cells: list[str]) -> dict[str, list[Result]]:
+    """Model → the results of its cells, of the models for which the file holds them all."""
+    found: dict[str, dict[str, Result]] = {}
+    for entry in json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else ():
+        result = Result(**{**entry, "missing": tuple(entry["missing"])})
+        found.setdefault(result.model, {})[result.cell] = result
+    return {model: [held[c] for c in cells] for model, held in found.items() if held.keys() >= set(cells)}
+
+
+def _save(path: Path, known: dict[str, list[Result]]) -> None:
+    partial = path.with_suffix(".part")
+    partial.write_text(_as_json(result for results in known.values() for result in results), encoding="utf-8")
+    partial.replace(path)
+
+
+def _as_json(results: Iterable[Result]) -> str:
+    return json.dumps([dataclasses.asdict(result) for result in results])
 
 
 def run_all(models: list[str], cells: list[str], timeout_s: float, jobs: int = 1) -> Iterator[Result]:
@@ -103,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a cell may take")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--markdown", type=Path, help="the page to write")
+    parser.add_argument("--results", type=Path, help="a JSON file of results: read first, and kept up to date")
     parser.add_argument("--json", action="store_true", help="results as JSON on stdout, progress on stderr")
     return parser
 

@@ -44,8 +44,9 @@ def kind(entry: Entry) -> object:
 
 
 def one_of_each() -> list[str]:
-    names = [name for name in EXAMPLES if name not in WITHOUT_GRADIENT and not name.startswith("autopar.linear_d")]
-    forward = [name for name in names if "backward" not in name and not name.startswith("autopar.grouped_mm_d")]
+    backward = tuple(f"autopar.{op}_d" for op in ("linear", "expert_mm", "grouped_mm"))
+    names = [name for name in EXAMPLES if name not in WITHOUT_GRADIENT and not name.startswith(backward)]
+    forward = [name for name in names if "backward" not in name]
     found: dict[object, str] = {}
     for name in forward:
         found.setdefault(kind(_ROWS[name]), name)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch.fx import Node
 
 from autopar.capture.graphs import Captured
 from autopar.capture.step import ForwardStep, TrainStep
@@ -30,6 +28,7 @@ from autopar.pins import Pins, parse_pins
 from autopar.plans import Candidate, Plan
 from autopar.program.memory import stage_peak
 from autopar.program.parts import Pipeline
+from autopar.relaxed import Relaxed, fill
 from autopar.report import estimate, spans
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
@@ -37,9 +36,10 @@ from autopar.rules.found import FoundRules, find_rules
 from autopar.rules.table import check_rules
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
+from autopar.solve.costs import least_seconds
 from autopar.solve.problem import Solution, Term, evaluate
 from autopar.solve.share import solve_shared
-from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
+from autopar.solve.stages import CutProblem, cut_layers
 from autopar.units import format_bytes, parse_bytes
 
 MARGIN = 0.05
@@ -122,15 +122,14 @@ class _Search:
         meshes = [m for m in distinct_meshes(self.cluster, meshes, self._named_axes()) if self._can_cut(m, units)]
         if not meshes:
             raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages; the model has as many units")
-        relaxed = sorted(((self._relaxed(mesh), mesh) for mesh in meshes), key=lambda pair: pair[0].bound)
         best: _Found | None = None
-        for lower_bound, mesh in relaxed:
-            if best is not None and lower_bound.bound >= best.solution.objective * (1 - GAP):
-                self._note(mesh, lower_bound.bound, None, "cut", "its bound is no better than the best plan")
-                self.bounds.append(lower_bound.bound)
+        for bound, mesh, relaxed in sorted(self._bounds(meshes), key=lambda entry: entry[0]):
+            if best is not None and bound >= best.solution.objective * (1 - GAP):
+                self._note(mesh, bound, None, "cut", "its bound is no better than the best plan")
+                self.bounds.append(bound)
                 continue
             self.progress(f"solving {mesh}")
-            best = self._better(best, mesh, lower_bound)
+            best = self._better(best, mesh, relaxed or self._relaxed(mesh))
         if best is None:
             raise InfeasibleError(self._shortage())
         return best
@@ -146,23 +145,42 @@ class _Search:
         return False
 
     # -- bounds ------------------------------------------------------------------------------------------------
-    def _relaxed(self, mesh: Mesh) -> _Relaxed:
+    def _bounds(self, meshes: Sequence[Mesh]) -> Iterator[tuple[float, Mesh, Relaxed | None]]:
+        """A bound of each mesh, and its relaxed problem's solution unless another mesh is known to be as good."""
+        known = math.inf
+        least_s = {mesh: self._least_s(mesh) for mesh in meshes}
+        for mesh in sorted(meshes, key=lambda mesh: (least_s[mesh], sum(size > 1 for _, size in mesh.axes))):
+            cutoff = known * (1 - GAP)
+            if least_s[mesh] >= cutoff:
+                yield least_s[mesh], mesh, None
+                continue
+            relaxed = self._relaxed(mesh, cutoff)
+            known = min(known, relaxed.step_s if mesh.num_stages == 1 else math.inf)
+            yield relaxed.bound, mesh, None if relaxed.bound >= cutoff else relaxed
+
+    def _least_s(self, mesh: Mesh) -> float:
+        """What the matmuls alone take in the pipeline's shape, the ranks of a stage sharing them equally."""
+        graph = self._graph(Cut.single(units_of(self.captured.gradient.graph)[0])).graph
+        ranks = math.prod(size for _, size in mesh.spmd.axes)
+        return fill(mesh, self.step.microbatches) * least_seconds(graph, ranks, self._compute_s)
+
+    def _relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
         cut = Cut.single(units_of(self.captured.gradient.graph)[0])
         step = self._graph(cut)
         setting = replace(self._setting(step, mesh), mesh=mesh.spmd)
         built = build_problem(step, setting)
         stages, count = mesh.num_stages, self.step.microbatches
-        terms = (Term(1 + (count - 1) / stages, (0,)), Term(1 / stages, (1,)))
+        terms = (Term(fill(mesh, count), (0,)), Term(1 / stages, (1,)))
         free = replace(built.problem, limits=(), objective=terms)
         free = replace(free, nodes=tuple(replace(node, memory={}) for node in free.nodes))
         is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
         effort = {"gap": BOUND_GAP, "time_limit_s": BOUND_TIME_S} if is_only_a_bound else {"gap": GAP}
-        solution = solve_shared(built, free, **effort)
-        return _Relaxed(solution.bound, setting, built, solution)
+        solution = solve_shared(built, free, **effort, cutoff=cutoff)
+        return Relaxed(solution.bound, setting, built, solution)
 
     # -- one candidate -----------------------------------------------------------------------------------------
-    def _better(self, best: _Found | None, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
+    def _better(self, best: _Found | None, mesh: Mesh, relaxed: Relaxed) -> _Found | None:
         found = self._solve(mesh, relaxed)
         if found is None:
             reason = f"doesn't fit {format_bytes(self.capacity)} a device" + ", with recompute" * self._may_recompute
@@ -180,7 +198,7 @@ class _Search:
         self._note(found.mesh, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
         return found
 
-    def _solve(self, mesh: Mesh, relaxed: _Relaxed) -> _Found | None:
+    def _solve(self, mesh: Mesh, relaxed: Relaxed) -> _Found | None:
         """The fastest that fits: without recompute where memory doesn't bind, since computing again saves no time."""
         cut = self._cut(mesh, relaxed)
         step = self._graph(cut)
@@ -211,7 +229,7 @@ class _Search:
         self.shortages.append((max(found.peaks), mesh))
         return None
 
-    def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: _Relaxed) -> Solution | None:
+    def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: Relaxed) -> Solution | None:
         """The best solution regardless of memory, where it is within the limits."""
         solution = relaxed.solution
         if mesh.num_stages > 1 or not solution.choice:
@@ -255,7 +273,7 @@ class _Search:
     def _schedule(self) -> str:
         return "1f1b" if isinstance(self.step, TrainStep) else "forward"
 
-    def _cut(self, mesh: Mesh, relaxed: _Relaxed) -> Cut:
+    def _cut(self, mesh: Mesh, relaxed: Relaxed) -> Cut:
         units, _ = units_of(self.captured.gradient.graph)
         stages, count = mesh.num_stages, self.step.microbatches
         if stages == 1:
@@ -307,43 +325,9 @@ class _Search:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Relaxed:
-    bound: float
-    setting: Setting
-    built: BuiltProblem
-    solution: Solution
-
-    def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:
-        """What each unit costs and holds under the relaxed choices, by module path."""
-        where = {unit: i for i, unit in enumerate(units)}
-        seconds, static, saved = ([0.0] * len(units) for _ in range(3))
-        unit = 0
-        for node, priced, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
-            unit = _unit_index(node, where, unit)
-            held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
-            if node.meta["level"] == "microbatch":
-                seconds[unit] += float(priced.cost[pick])
-            if node.meta["phase"] == "forward":
-                saved[unit] += held / in_flight
-            else:
-                static[unit] += held
-        return tuple(Layer((Point(*point),)) for point in zip(seconds, static, saved, strict=True))
-
-
 def _in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
     """Microbatches whose activations each stage holds at once under 1F1B."""
     return tuple(min(stages - stage, microbatches) for stage in range(stages))
-
-
-def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
-    """The unit of a node's module; nodes of no unit belong with the node before them."""
-    path = node.meta.get("path", "")
-    while path:
-        if path in where:
-            return where[path]
-        path = path.rpartition(".")[0]
-    return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before
 
 
 def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float) -> Plan:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.layout import Layout, chunk_size
@@ -81,6 +81,13 @@ def _filled_bytes(node: Node, choice: Choice, operand_bytes: Sequence[float], me
     found = filled(node.meta["rule"], choice, mesh, index_operands(node))
     times = (sum(map(len, fills.values())) for fills in found)
     return sum(2 * count * size for count, size in zip(times, operand_bytes, strict=True))
+
+
+def least_seconds(graph: Graph, ranks: int, compute: Compute) -> float:
+    """What the matmuls of a microbatch take at least, however `ranks` ranks share them."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and "rule" in node.meta]
+    work = ((flops(node), str(_results(node)[0].dtype).removeprefix("torch.")) for node in nodes)
+    return sum(compute(operations / ranks, 0.0, dtype) for operations, dtype in work if operations)
 
 
 def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:

@@ -13,6 +13,7 @@ Each step keeps an optimum (up to rounding, which `model.loss` adds up):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -259,12 +260,27 @@ def _least_difference(matrix: Array) -> Array:
 def classes(matrix: Array) -> tuple[Index, Index]:
     """Groups of rows that are equal (to 1e-12 of the largest value): first row of each group, group of each row."""
     finite = np.isfinite(matrix)
-    unit = 1e-12 * float(np.abs(np.where(finite, matrix, 0.0)).max(initial=0.0)) or 1.0
-    rounded = np.where(finite, np.rint(np.where(finite, matrix, 0.0) / unit), 2.0**60).astype(np.int64)
-    factors = np.random.default_rng(0).integers(1, 2**62, rounded.shape[1]) | 1
-    with np.errstate(over="ignore"):
-        keys = (rounded * factors).sum(axis=1)
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+    values = np.where(finite, matrix, 0.0)
+    unit = 1e-12 * float(np.abs(values).max(initial=0.0)) or 1.0
+    rounded = np.where(finite, np.rint(values / unit), 2.0**60).astype(np.int64)
+    first, group = _equal(rounded @ _factors(rounded.shape[1]))
     if not np.array_equal(rounded, rounded[first[group]]):
         _, first, group = np.unique(rounded, axis=0, return_index=True, return_inverse=True)
     return first.astype(np.int64), group.reshape(-1).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors(count: int) -> Index:
+    """Odd numbers by which a row becomes one number, the same at every call (sums wrap around)."""
+    return np.random.default_rng(0).integers(1, 2**62, count) | 1
+
+
+def _equal(keys: Index) -> tuple[Index, Index]:
+    """Groups of equal keys, ascending: first of each, group of each key."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.empty(len(keys), dtype=bool)
+    starts[:1], starts[1:] = True, ordered[1:] != ordered[:-1]
+    group = np.empty(len(keys), dtype=np.int64)
+    group[order] = np.cumsum(starts) - 1
+    return order[starts], group

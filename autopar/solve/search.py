@@ -28,7 +28,7 @@ ROUNDING = 1e-11
 FIRST_STEP = 1e-3
 WIDEN = 5.0
 SHRINK = 0.7
-LARGEST_LINEAR_PROGRAM = 10_000
+LARGEST_LINEAR_PROGRAM = 60_000
 LARGEST_INTEGER_PROGRAM = 150_000
 
 
@@ -41,6 +41,8 @@ class State:
     seed: int
     deterministic_s: float
     deadline: float
+    cutoff: float = math.inf
+    """Only choices below this matter: a bound that reaches it is enough."""
     choice: tuple[int, ...] | None = None
     objective: float = math.inf
 
@@ -54,6 +56,11 @@ class State:
 
     def is_closed(self, bound: float) -> bool:
         return self.choice is not None and self.objective - bound <= max(self.gap, EXACT) * abs(self.objective)
+
+    @property
+    def wanted(self) -> float:
+        """What the next choice must cost less than."""
+        return min(self.objective, self.cutoff)
 
     @property
     def is_spent(self) -> bool:
@@ -70,18 +77,19 @@ def solve(
     gap: float = 1e-3,
     time_limit_s: float = 60.0,
     hint: Sequence[int] | None = None,
+    cutoff: float = math.inf,
     seed: int = 0,
 ) -> Solution:
     """The cheapest choice to within `gap` of the proven bound.
 
     `time_limit_s` bounds CP-SAT's deterministic time (about a second each), so that the answer doesn't depend on the
-    machine's load; four times as much wall time is a safety net. `hint` is a choice to start from. The status is
-    "optimal" when the gap is met, "feasible" when the limit came first, "infeasible" when nothing fits (proven), and
-    "unknown" when the limit came before any choice was found.
+    machine's load; four times as much wall time is a safety net. `hint` is a choice to start from; `cutoff` ends the
+    search once nothing can cost less. The status is "optimal" when the gap is met, "feasible" when the limit (or the
+    cutoff) came first, "infeasible" when nothing fits (proven), and "unknown" when that came before any choice.
     """
     check(problem)
     begin = time.monotonic()
-    state = State(problem, gap, seed, time_limit_s, begin + 4 * time_limit_s)
+    state = State(problem, gap, seed, time_limit_s, begin + 4 * time_limit_s, cutoff)
     if hint is not None:
         state.offer(hint)
     bound = _bound(state)
@@ -104,7 +112,7 @@ def _bound(state: State) -> float:
     except NoChoiceError:
         return math.inf
     bound = search(state, model)
-    if state.choice is None and math.isfinite(bound) and state.problem.limits:
+    if state.choice is None and bound < state.cutoff and state.problem.limits:
         _fall_back(state)
     return bound
 
@@ -122,11 +130,11 @@ def search(state: State, model: Model) -> float:
         return math.inf
     bound, most = _safe(priced.bound - model.loss), greatest(flow)
     step = max(max(state.gap, FIRST_STEP) * abs(bound), 1e-6 * abs(most - bound))
-    while not state.is_closed(bound) and not state.is_spent:
-        known, reach = state.objective, priced.bound + step
+    while not state.is_closed(bound) and bound < state.cutoff and not state.is_spent:
+        known, reach = state.wanted, priced.bound + step
         reach = min(known, reach if reach < most else math.inf)
         bound = max(bound, _search_under(state, flow, priced, reach))
-        if reach >= state.objective and state.objective >= known:
+        if reach >= state.wanted >= known:
             break
         step *= WIDEN
     return bound
@@ -179,7 +187,7 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         found = _relaxed(state, flow)
         if found is None or _safe(found.bound - model.loss) >= reach:
             return reach
-        priced, reach = found, min(reach, state.objective)
+        priced, reach = found, min(reach, state.wanted)
         if flow.size >= SHRINK * size and flow.size > LARGEST_INTEGER_PROGRAM:
             return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -33,14 +34,23 @@ NEIGHBOURHOOD = 3
 """Steps within a block over which nodes that decide as one have the same surroundings."""
 
 
-def solve_shared(built: BuiltProblem, problem: abstract.Problem, *, gap: float, time_limit_s: float = 60.0) -> Solution:
+def solve_shared(
+    built: BuiltProblem,
+    problem: abstract.Problem,
+    *,
+    gap: float,
+    time_limit_s: float = 60.0,
+    cutoff: float = math.inf,
+) -> Solution:
     """`solve` over plans whose equal layers decide as one; `problem` is `built.problem` under other limits or weights.
 
     Where nothing fits so, a small problem is solved with each layer free. The objective is recomputed on the whole
     problem, and asserted to be the quotient's.
     """
     shared = share(dataclasses.replace(built, problem=problem))
-    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s)
+    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
+    if not found.choice and cutoff <= found.bound < math.inf:
+        return found
     if not found.choice:
         is_small = len(problem.nodes) <= SMALL and len(shared.problem.nodes) < len(problem.nodes)
         return solve(problem, gap=gap, time_limit_s=time_limit_s) if is_small else found

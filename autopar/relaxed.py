@@ -1,0 +1,65 @@
+"""The relaxed problem of a mesh: one stage, no memory limit. Its bound holds for every pipeline cut of that mesh.
+
+relaxed.bound                   # seconds of a step
+relaxed.layers(units, 2)        # what each unit costs and holds, to cut the pipeline by
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.mesh import Mesh
+from autopar.solve.build import BuiltProblem, Setting
+from autopar.solve.problem import Solution, evaluate
+from autopar.solve.stages import Layer, Point
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """A solved one; the solution is that of one stage, the bound that of a step of the whole pipeline."""
+
+    bound: float
+    setting: Setting
+    built: BuiltProblem
+    solution: Solution
+
+    @property
+    def step_s(self) -> float:
+        """Of the solution, where its memory is within the solver's limits; else infinite."""
+        if not self.solution.choice or not evaluate(self.built.problem, self.solution.choice).feasible:
+            return math.inf
+        return self.solution.objective
+
+    def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:
+        """What each unit costs and holds under the relaxed choices, by module path."""
+        where = {unit: i for i, unit in enumerate(units)}
+        seconds, static, saved = ([0.0] * len(units) for _ in range(3))
+        unit = 0
+        for node, priced, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
+            unit = _unit_index(node, where, unit)
+            held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
+            if node.meta["level"] == "microbatch":
+                seconds[unit] += float(priced.cost[pick])
+            if node.meta["phase"] == "forward":
+                saved[unit] += held / in_flight
+            else:
+                static[unit] += held
+        return tuple(Layer((Point(*point),)) for point in zip(seconds, static, saved, strict=True))
+
+
+def fill(mesh: Mesh, microbatches: int) -> float:
+    """How often the step waits for all of the mesh's work on a microbatch, its stages being equal and run as 1F1B."""
+    return 1 + (microbatches - 1) / mesh.num_stages
+
+
+def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
+    """The unit of a node's module; nodes of no unit belong with the node before them."""
+    path = node.meta.get("path", "")
+    while path:
+        if path in where:
+            return where[path]
+        path = path.rpartition(".")[0]
+    return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before

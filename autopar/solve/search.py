@@ -22,6 +22,7 @@ from autopar.solve.integer import Effort, search_integers
 from autopar.solve.model import Model, NoChoiceError, objective, recover
 from autopar.solve.problem import Array, Edge, Node, Problem, Solution, Term, check, evaluate
 from autopar.solve.reduce import reduce
+from autopar.solve.tables import elimination_order, minimise
 
 EXACT = 1e-8
 ROUNDING = 1e-11
@@ -122,8 +123,9 @@ def search(state: State, model: Model) -> float:
 
     Looks for choices just above the bound first: the less there is to gain, the more variables reduced costs fix.
     """
-    if not model.alive:
-        return _settle(state, model)
+    settled = _settled(state, model)
+    if settled is not None:
+        return settled
     flow = Flow.of(model)
     priced = _relaxed(state, flow)
     if priced is None:
@@ -157,9 +159,18 @@ def _relaxed(state: State, flow: Flow) -> Priced | None:
     return price(flow, relaxed.prices)
 
 
-def _settle(state: State, model: Model) -> float:
-    """Everything was eliminated: the choice is the best of the model."""
-    value = state.offer(recover(model, {}, state.num_nodes))
+def _settled(state: State, model: Model) -> float | None:
+    """The bound of a model that needs no search, its best choice offered: all of it was eliminated, or tables do."""
+    order = elimination_order(model) if model.alive else []
+    if order is None:
+        return None
+    chosen = minimise(model, order)
+    if chosen is None:
+        return math.inf
+    choice = recover(model, chosen, state.num_nodes)
+    value = state.offer(choice)
+    if model.alive:
+        return _safe(value - model.loss)
     own = objective(model, model.constant)
     assert math.isinf(value) or abs(own - value) <= 1e-6 * max(abs(own), abs(value)) + model.loss, (own, value)
     return _safe(own - model.loss)
@@ -181,8 +192,9 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
             reduce(model)
         except NoChoiceError:
             return reach
-        if not model.alive:
-            return min(reach, _settle(state, model))
+        settled = _settled(state, model)
+        if settled is not None:
+            return min(reach, settled)
         flow = Flow.of(model)
         found = _relaxed(state, flow)
         if found is None or _safe(found.bound - model.loss) >= reach:

@@ -76,12 +76,30 @@ def test_equals_brute_force_with_messages_instead_of_linear_programs(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "LARGEST_LINEAR_PROGRAM", 0)
+    monkeypatch.setattr(search, "elimination_order", lambda model: None if model.alive else [])
     for seed in range(12 * block, 12 * block + 12):
         problem = random_problem(seed)
         expected, found = brute_force(problem), solve(problem, gap=0.0, time_limit_s=20.0)
         assert found.status == expected.status, seed
         if expected.status == "optimal":
             assert found.objective == pytest.approx(expected.objective, rel=1e-7, abs=1e-9), seed
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_equals_brute_force_with_linear_programs_instead_of_tables(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "elimination_order", lambda model: None if model.alive else [])
+    test_equals_brute_force(block)
+
+
+def test_nothing_is_looked_for_above_the_cutoff() -> None:
+    for seed in range(40):
+        problem = random_problem(seed, num_nodes=8)
+        best = brute_force(problem).objective
+        if math.isinf(best) or best == 0:
+            continue
+        below, above = (solve(problem, gap=0.0, cutoff=share * best) for share in (0.9, 1.1))
+        assert 0.9 * best <= below.bound <= best * (1 + 1e-9), seed
+        assert above.objective == pytest.approx(best, rel=1e-7), seed
 
 
 def test_the_gap_asked_for_is_met_and_the_bound_holds() -> None:

@@ -167,18 +167,39 @@ class Priced:
     prices: Prices
 
 
-def relax(flow: Flow) -> Relaxed | None:
-    """Solves the linear relaxation; None when it has no solution."""
-    model = mathopt.Model.from_model_proto(_linear_program(flow))
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS)
+class UnfinishedError(Exception):
+    """The linear program takes more steps than it was given."""
+
+
+def relax(flow: Flow, steps: int | None = None) -> Relaxed | None:
+    """Solves the linear relaxation; None when it has no solution. Raises `UnfinishedError` after `steps` of simplex."""
+    units = _Units.of(flow)
+    model = mathopt.Model.from_model_proto(_linear_program(flow, units))
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(iteration_limit=steps))
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return None
+    if steps is not None and result.termination.limit == mathopt.Limit.ITERATION:
+        raise UnfinishedError
     if not (result.has_primal_feasible_solution() and result.has_dual_feasible_solution()):
         result = mathopt.solve(model, mathopt.SolverType.GLOP)
     assert result.has_primal_feasible_solution(), result.termination
     values = np.fromiter(result.variable_values().values(), float)
     duals = np.fromiter(result.dual_values().values(), float)
-    return Relaxed(values[: flow.size], _prices(flow, duals))
+    return Relaxed(values[: flow.size], _prices(flow, duals, units))
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """What is 1 in the linear program: a linear solver's tolerances are absolute, seconds and bytes are not near 1."""
+
+    seconds: float
+    bytes: Mapping[int, float]
+
+    @classmethod
+    def of(cls, flow: Flow) -> _Units:
+        costs = np.concatenate([np.zeros(0), *(cost[cost != 0] for cost in flow.costs.values())])
+        seconds = float(np.abs(costs).mean()) if len(costs) else 1.0
+        return cls(seconds or 1.0, {limit: float(used.max(initial=0.0)) or 1.0 for limit, used in flow.memory.items()})
 
 
 @dataclass(slots=True)
@@ -201,7 +222,7 @@ class _Rows:
         self.upper += [value] * count
 
 
-def _linear_program(flow: Flow) -> model_pb2.ModelProto:
+def _linear_program(flow: Flow, units: _Units) -> model_pb2.ModelProto:
     """Rows: one per node, the couplings, the limits, then one per peak and member row."""
     model, num_nodes, num_peaks = flow.model, len(flow.first), len(flow.model.peaks)
     rows = _Rows([], [], [])
@@ -209,11 +230,12 @@ def _linear_program(flow: Flow) -> model_pb2.ModelProto:
     rows.add_equal((flow.group[inside], inside, np.ones(len(inside))), num_nodes, 1.0)
     rows.add_equal(flow.couplings, flow.num_couplings, 0.0)
     for limit, used in flow.memory.items():
-        rows.add(used, -np.inf, model.room[limit])
+        rows.add(used / units.bytes[limit], -np.inf, model.room[limit] / units.bytes[limit])
     for number, term in enumerate(model.peaks):
         for row in term.rows:
-            rows.add(np.append(-flow.costs[row], np.eye(num_peaks)[number]), model.constant[row], np.inf)
-    objective = np.append(linear_costs(flow), [term.weight for term in model.peaks])
+            costs = np.append(-flow.costs[row] / units.seconds, np.eye(num_peaks)[number])
+            rows.add(costs, model.constant[row] / units.seconds, np.inf)
+    objective = np.append(linear_costs(flow) / units.seconds, [term.weight for term in model.peaks])
     return _proto(rows, objective, [0.0] * flow.size + [-np.inf] * num_peaks)
 
 
@@ -237,17 +259,20 @@ def _proto(rows: _Rows, objective: Array, lower: list[float]) -> model_pb2.Model
     return proto
 
 
-def _prices(flow: Flow, duals: Array) -> Prices:
-    """The duals by what they price, with the signs and sums that duality asks for."""
+def _prices(flow: Flow, duals: Array, units: _Units) -> Prices:
+    """The duals by what they price, in seconds and bytes, with the signs and sums that duality asks for."""
     at = len(flow.first) + flow.num_couplings
-    limits = {limit: max(0.0, -float(dual)) for limit, dual in zip(flow.memory, duals[at:], strict=False)}
+    limits = {
+        limit: max(0.0, -float(dual)) * units.seconds / units.bytes[limit]
+        for limit, dual in zip(flow.memory, duals[at:], strict=False)
+    }
     at_peaks = at + len(limits)
     peaks = []
     for term in flow.model.peaks:
         shares = np.maximum(duals[at_peaks : at_peaks + len(term.rows)], 0.0) + 1e-300
         peaks.append(dict(zip(term.rows, (shares * (term.weight / shares.sum())).tolist(), strict=True)))
         at_peaks += len(term.rows)
-    return Prices(duals[len(flow.first) : at], limits, tuple(peaks))
+    return Prices(duals[len(flow.first) : at] * units.seconds, limits, tuple(peaks))
 
 
 def linear_costs(flow: Flow) -> Array:

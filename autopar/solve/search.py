@@ -9,6 +9,7 @@ are rounded down (`integer`), never from a solver's tolerance. The objective is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solve.ascent import ascend
-from autopar.solve.flow import Flow, Priced, greatest, marginals, price, relax, restricted
+from autopar.solve.flow import Flow, Priced, UnfinishedError, greatest, marginals, price, relax, restricted
 from autopar.solve.integer import Effort, search_integers
 from autopar.solve.model import Model, NoChoiceError, objective, recover
 from autopar.solve.problem import Array, Edge, Node, Problem, Solution, Term, check, evaluate
@@ -30,6 +31,8 @@ FIRST_STEP = 1e-3
 WIDEN = 5.0
 SHRINK = 0.7
 LARGEST_LINEAR_PROGRAM = 60_000
+SIMPLEX_STEPS = 12_000
+"""After these a linear program is left to messages, which prove less in less time."""
 LARGEST_INTEGER_PROGRAM = 150_000
 
 
@@ -76,7 +79,7 @@ def solve(
     problem: Problem,
     *,
     gap: float = 1e-3,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     hint: Sequence[int] | None = None,
     cutoff: float = math.inf,
     seed: int = 0,
@@ -149,14 +152,15 @@ def _relaxed(state: State, flow: Flow) -> Priced | None:
         state.offer(recover(flow.model, chosen, state.num_nodes))
         return state.objective
 
-    if flow.size > LARGEST_LINEAR_PROGRAM:
-        priced = ascend(flow, offer, lambda: state.is_spent)
-        return None if _safe(priced.bound) > greatest(flow) * (1 + EXACT) else priced
-    relaxed = relax(flow)
-    if relaxed is None:
-        return None
-    offer(flow.choice(relaxed.values))
-    return price(flow, relaxed.prices)
+    if flow.size <= LARGEST_LINEAR_PROGRAM:
+        with contextlib.suppress(UnfinishedError):
+            relaxed = relax(flow, SIMPLEX_STEPS)
+            if relaxed is None:
+                return None
+            offer(flow.choice(relaxed.values))
+            return price(flow, relaxed.prices)
+    priced = ascend(flow, offer, lambda: state.is_spent)
+    return None if _safe(priced.bound) > greatest(flow) * (1 + EXACT) else priced
 
 
 def _settled(state: State, model: Model) -> float | None:

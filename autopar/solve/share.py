@@ -39,7 +39,7 @@ def solve_shared(
     problem: abstract.Problem,
     *,
     gap: float,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     cutoff: float = math.inf,
 ) -> Solution:
     """`solve` over plans whose equal layers decide as one; `problem` is `built.problem` under other limits or weights.

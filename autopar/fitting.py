@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from autopar.solve.build import BuiltProblem
+from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.held import least_memory
 from autopar.solve.layers_apart import solve_modes
 from autopar.solve.problem import Problem, Solution, evaluate
@@ -52,6 +52,8 @@ class Fitting(Generic[Found]):
     built: BuiltProblem
     capacity: float
     lowered: Callable[[Solution], Found]
+    near: Sequence[Strategy] = ()
+    """A strategy per node: what would be fastest if memory were no matter. Its layouts are tried first."""
 
     def fastest(self, bound: float) -> Found | None:
         """The fastest that the accountant finds to fit; where none comes up, what holds least (which may not fit).
@@ -77,7 +79,7 @@ class Fitting(Generic[Found]):
         solvable = unseen
         bound = math.inf  # that of the first limits: what is unseen of one plan may not be of another
         for _ in range(TRIES):
-            solution = solve_shared(self.built, self._limited(unseen), gap=GAP)
+            solution = solve_shared(self.built, self._limited(unseen), gap=GAP, near=self.near)
             if not solution.choice and unseen is solvable:
                 return None
             if not solution.choice:

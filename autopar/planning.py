@@ -38,6 +38,7 @@ from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
 from autopar.solve.costs import least_seconds
 from autopar.solve.problem import Solution, Term, evaluate
+from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
 from autopar.units import format_bytes, parse_bytes
@@ -175,8 +176,8 @@ class _Search:
         free = replace(built.problem, limits=(), objective=terms)
         free = replace(free, nodes=tuple(replace(node, memory={}) for node in free.nodes))
         is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
-        effort = {"gap": BOUND_GAP, "time_limit_s": BOUND_TIME_S} if is_only_a_bound else {"gap": GAP}
-        solution = solve_shared(built, free, **effort, cutoff=cutoff)
+        gap, time_limit_s = (BOUND_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
+        solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
         return Relaxed(solution.bound, setting, built, solution)
 
     # -- one candidate -----------------------------------------------------------------------------------------
@@ -208,35 +209,30 @@ class _Search:
         assert isinstance(setting.allowed, PinRules)
         require_all_matched(setting.allowed)
         free = self._unlimited(built, mesh, relaxed)
-        if free is not None:
-            found = self._lowered(mesh, cut, step, built, free)
-            if max(found.peaks) <= self.capacity:
-                return found
+        if free.choice and evaluate(built.problem, free.choice).feasible:
+            fastest = self._lowered(mesh, cut, step, built, free)
+            if max(fastest.peaks) <= self.capacity:
+                return fastest
+        near = built.picked(free.choice) if free.choice else ()
         if self.pins.recompute is None and self._may_recompute:
-            again = build_problem(step, replace(setting, recompute="auto"))
-            return self._within_limits(mesh, cut, step, again, relaxed.bound)
-        return self._within_limits(mesh, cut, step, built, relaxed.bound)
-
-    @property
-    def _may_recompute(self) -> bool:
-        return self.pins.recompute != "none" and isinstance(self.step, TrainStep)
-
-    def _within_limits(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, bound: float) -> _Found | None:
-        fitting = Fitting(built, self.capacity, lambda solution: self._lowered(mesh, cut, step, built, solution))
-        found = fitting.fastest(bound)
+            built = build_problem(step, replace(setting, recompute="auto"))
+        fitting = Fitting(built, self.capacity, lambda solution: self._lowered(mesh, cut, step, built, solution), near)
+        found = fitting.fastest(relaxed.bound)
         if found is None or fitting.fits(found):
             return found
         self.shortages.append((max(found.peaks), mesh))
         return None
 
-    def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: Relaxed) -> Solution | None:
-        """The best solution regardless of memory, where it is within the limits."""
-        solution = relaxed.solution
-        if mesh.num_stages > 1 or not solution.choice:
-            nodes = tuple(replace(node, memory={}) for node in built.problem.nodes)
-            solution = solve_shared(built, replace(built.problem, nodes=nodes, limits=()), gap=GAP)
-        is_within = bool(solution.choice) and evaluate(built.problem, solution.choice).feasible
-        return solution if is_within else None
+    @property
+    def _may_recompute(self) -> bool:
+        return self.pins.recompute != "none" and isinstance(self.step, TrainStep)
+
+    def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: Relaxed) -> Solution:
+        """The best solution regardless of memory."""
+        if mesh.num_stages == 1 and relaxed.solution.choice:
+            return relaxed.solution
+        nodes = tuple(replace(node, memory={}) for node in built.problem.nodes)
+        return solve_shared(built, replace(built.problem, nodes=nodes, limits=()), gap=GAP)
 
     def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
         choices = built.choices(solution.choice)

@@ -118,9 +118,12 @@ class BuiltProblem:
         is_kept = {node: is_forward(node) and strategy.mode in (None, Mode.KEPT) for node, strategy in picked.items()}
         return [node for node in picked if node in reused or (is_kept[node] and node.target is not markers.relay)]
 
+    def picked(self, solution: Sequence[int]) -> list[Strategy]:
+        """The strategy of each node."""
+        return [options[pick] for options, pick in zip(self.strategies, solution, strict=True)]
+
     def _picked(self, solution: Sequence[int]) -> dict[Node, Strategy]:
-        options = [options[pick] for options, pick in zip(self.strategies, solution, strict=True)]
-        return dict(zip(self.nodes, options, strict=True))
+        return dict(zip(self.nodes, self.picked(solution), strict=True))
 
 
 def build_problem(step: StepGraph, setting: Setting) -> BuiltProblem:

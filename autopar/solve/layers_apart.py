@@ -8,6 +8,7 @@ number is left of the memory. With the layouts as they are, the modes alone are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,10 +25,7 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
     other limits. Without recompute it is `found`."""
     if not found.choice or not built.has_modes:
         return found
-    kept = [
-        np.array([i for i, option in enumerate(options) if _same_layouts(option, options[pick])])
-        for options, pick in zip(built.strategies, found.choice, strict=True)
-    ]
+    kept = [of_layouts(options, options[pick]) for options, pick in zip(built.strategies, found.choice, strict=True)]
     hint = tuple(int(np.searchsorted(left, pick)) for left, pick in zip(kept, found.choice, strict=True))
     solution = solve(restricted(problem, kept), gap=1e-4, time_limit_s=TIME_LIMIT_S, hint=hint)
     if not solution.choice:
@@ -36,8 +34,10 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
     return replace(found, choice=choice, objective=solution.objective, bound=min(found.bound, solution.objective))
 
 
-def _same_layouts(a: Strategy, b: Strategy) -> bool:
-    return a.choice == b.choice and a.holds_copy == b.holds_copy
+def of_layouts(options: Sequence[Strategy], wanted: Strategy) -> np.ndarray:
+    """The indices of the strategies with the layouts of `wanted`, whatever their modes."""
+    same = (option.choice == wanted.choice and option.holds_copy == wanted.holds_copy for option in options)
+    return np.flatnonzero(list(same))
 
 
 def restricted(problem: Problem, kept: list[np.ndarray]) -> Problem:

@@ -30,7 +30,8 @@ ROUNDING = 1e-11
 FIRST_STEP = 1e-3
 WIDEN = 5.0
 SHRINK = 0.7
-LARGEST_LINEAR_PROGRAM = 60_000
+TIME_LIMIT_S = 30.0
+LARGEST_LINEAR_PROGRAM = 100_000
 SIMPLEX_STEPS = 12_000
 """After these a linear program is left to messages, which prove less in less time."""
 LARGEST_INTEGER_PROGRAM = 150_000
@@ -79,7 +80,7 @@ def solve(
     problem: Problem,
     *,
     gap: float = 1e-3,
-    time_limit_s: float = 20.0,
+    time_limit_s: float = TIME_LIMIT_S,
     hint: Sequence[int] | None = None,
     cutoff: float = math.inf,
     seed: int = 0,

@@ -23,12 +23,15 @@ from torch.fx import Graph, Node
 from autopar.layers import block_of, blocks_of
 from autopar.rules.nodes import node_argument, op_name
 from autopar.solve import problem as abstract
-from autopar.solve.build import BuiltProblem
+from autopar.solve.build import BuiltProblem, Strategy
+from autopar.solve.layers_apart import of_layouts, restricted
 from autopar.solve.problem import Solution, evaluate
-from autopar.solve.search import solve
+from autopar.solve.search import TIME_LIMIT_S, solve
 
 SMALL = 4000
 """Nodes up to which a problem that doesn't fit with equal layers is solved with each layer free."""
+
+HINT_TIME_S = 5.0
 
 NEIGHBOURHOOD = 3
 """Steps within a block over which nodes that decide as one have the same surroundings."""
@@ -39,16 +42,20 @@ def solve_shared(
     problem: abstract.Problem,
     *,
     gap: float,
-    time_limit_s: float = 20.0,
+    time_limit_s: float = TIME_LIMIT_S,
     cutoff: float = math.inf,
+    near: Sequence[Strategy] = (),
 ) -> Solution:
     """`solve` over plans whose equal layers decide as one; `problem` is `built.problem` under other limits or weights.
+
+    `near`: a strategy per node, whose layouts are tried first, with the best modes.
 
     Where nothing fits so, a small problem is solved with each layer free. The objective is recomputed on the whole
     problem, and asserted to be the quotient's.
     """
     shared = share(dataclasses.replace(built, problem=problem))
-    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
+    hint = _with_layouts(built, shared, near, gap) if near else None
+    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s, hint=hint, cutoff=cutoff)
     if not found.choice and cutoff <= found.bound < math.inf:
         return found
     if not found.choice:
@@ -58,6 +65,16 @@ def solve_shared(
     objective = evaluate(problem, choice).objective
     assert abs(objective - found.objective) <= 1e-6 * abs(objective), (objective, found.objective)
     return dataclasses.replace(found, choice=choice)
+
+
+def _with_layouts(built: BuiltProblem, shared: Shared, near: Sequence[Strategy], gap: float) -> Sequence[int] | None:
+    """The best choice of the quotient with the layouts of `near`."""
+    first = {group: node for node, group in reversed(list(enumerate(shared.group)))}
+    kept = [of_layouts(built.strategies[first[group]], near[first[group]]) for group in range(len(first))]
+    if not all(map(len, kept)):
+        return None
+    found = solve(restricted(shared.problem, kept), gap=gap, time_limit_s=HINT_TIME_S)
+    return [int(left[pick]) for left, pick in zip(kept, found.choice, strict=True)] if found.choice else None
 
 
 @dataclass(frozen=True, slots=True)

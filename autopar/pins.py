@@ -6,7 +6,7 @@
     zero=0..3                         how much of the state is split over data parallel ranks
     microbatches=N                    how many microbatches one optimizer step has
     recompute=none|full|GLOB          which modules run their forward again in the backward
-    GLOB: AXIS=in|out|heads|vocab|batch|seq|none
+    GLOB: AXIS=in|out|heads|experts|vocab|batch|seq|none
                                       what the axis splits in the modules that the glob matches
 
 Invariants:
@@ -26,8 +26,8 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-SPLITS = ("in", "out", "heads", "vocab", "batch", "seq", "none")
-"""What an axis can split in a module: the dims of its weight, attention heads, the vocabulary, batch, sequence."""
+SPLITS = ("in", "out", "heads", "experts", "vocab", "batch", "seq", "none")
+"""What an axis can split in a module: the dims of its weight, attention heads, experts, vocabulary, batch, sequence."""
 
 EXAMPLES = "tp=2, zero=3, microbatches=4, recompute=full, 'model.layers.*.mlp.up_proj: tp=out'"
 

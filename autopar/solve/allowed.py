@@ -43,6 +43,7 @@ _LETTERS: dict[str, dict[str, tuple[str, ...]]] = {
         "aten.convolution_backward": ("o",),
     },
     "heads": {"autopar.attention": ("k", "g"), "autopar.attention_backward": ("k", "g")},
+    "experts": {f"autopar.expert_mm{part}": ("e",) for part in ("", "_dx", "_dw")},
     "vocab": {"aten.embedding": ("v",), "aten.embedding_dense_backward": ("v",)},
 }
 """The letters of a rule that a pin's word means, by op."""

@@ -9,7 +9,6 @@ from tests.matrix.cells import run_cell
 QUICK = [
     ("gemma2", "tp2"),
     ("mixtral", "capture"),
-    ("mixtral", "dp2"),
     ("mixtral", "pp2"),
     ("bert, padded", "dp2"),
     ("t5", "pp2"),

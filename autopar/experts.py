@@ -147,15 +147,18 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def expert_mm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of input and weight."""
-    x, weight, expert = ctx.saved_tensors
-    need_x, need_weight, _ = ctx.needs_input_grad
-    dx = torch.ops.autopar.expert_mm_dx(dy, weight, expert) if need_x else None
-    return dx, torch.ops.autopar.expert_mm_dw(x, dy, expert, weight.shape[0]) if need_weight else None, None
+    num_experts = ctx.saved_tensors[1].shape[0]
+    return _gradient(ctx, dy, "expert_mm", num_experts)
 
 
 def grouped_mm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of input and weight."""
-    x, weight, ends = ctx.saved_tensors
+    return _gradient(ctx, dy, "grouped_mm")
+
+
+def _gradient(ctx: Any, dy: Tensor, name: str, *more: int) -> tuple[Tensor | None, ...]:
+    """By the ops `NAME_dx` and `NAME_dw`; the latter is also given `more`."""
+    x, weight, which = ctx.saved_tensors
     need_x, need_weight, _ = ctx.needs_input_grad
-    dx = torch.ops.autopar.grouped_mm_dx(dy, weight, ends) if need_x else None
-    return dx, torch.ops.autopar.grouped_mm_dw(x, dy, ends) if need_weight else None, None
+    to_x, to_weight = (getattr(torch.ops.autopar, f"{name}_{part}") for part in ("dx", "dw"))
+    return to_x(dy, weight, which) if need_x else None, to_weight(x, dy, which, *more) if need_weight else None, None

@@ -37,7 +37,7 @@ from autopar.rules.table import check_rules
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
 from autopar.solve.costs import least_seconds
-from autopar.solve.problem import Solution, Term, evaluate
+from autopar.solve.problem import Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
@@ -148,8 +148,7 @@ class _Search:
     # -- bounds ------------------------------------------------------------------------------------------------
     def _bounds(self, meshes: Sequence[Mesh]) -> Iterator[tuple[float, Mesh, Relaxed | None]]:
         """A bound of each mesh, and its relaxed problem's solution unless another mesh is known to be as good."""
-        known = math.inf
-        least_s = {mesh: self._least_s(mesh) for mesh in meshes}
+        known, least_s = math.inf, self._least_s(meshes)
         for mesh in sorted(meshes, key=lambda mesh: (least_s[mesh], sum(size > 1 for _, size in mesh.axes))):
             cutoff = known * (1 - GAP)
             if least_s[mesh] >= cutoff:
@@ -159,11 +158,12 @@ class _Search:
             known = min(known, relaxed.step_s if mesh.num_stages == 1 else math.inf)
             yield relaxed.bound, mesh, None if relaxed.bound >= cutoff else relaxed
 
-    def _least_s(self, mesh: Mesh) -> float:
-        """What the matmuls alone take in the pipeline's shape, the ranks of a stage sharing them equally."""
+    def _least_s(self, meshes: Sequence[Mesh]) -> dict[Mesh, float]:
+        """What the matmuls alone take in each mesh's pipeline, the ranks of a stage sharing them equally."""
         graph = self._graph(Cut.single(units_of(self.captured.gradient.graph)[0])).graph
-        ranks = math.prod(size for _, size in mesh.spmd.axes)
-        return fill(mesh, self.step.microbatches) * least_seconds(graph, ranks, self._compute_s)
+        ranks = {mesh: math.prod(size for _, size in mesh.spmd.axes) for mesh in meshes}
+        seconds = {count: least_seconds(graph, count, self._compute_s) for count in set(ranks.values())}
+        return {mesh: fill(mesh, self.step.microbatches) * seconds[ranks[mesh]] for mesh in meshes}
 
     def _relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
@@ -173,8 +173,7 @@ class _Search:
         built = build_problem(step, setting)
         stages, count = mesh.num_stages, self.step.microbatches
         terms = (Term(fill(mesh, count), (0,)), Term(1 / stages, (1,)))
-        free = replace(built.problem, limits=(), objective=terms)
-        free = replace(free, nodes=tuple(replace(node, memory={}) for node in free.nodes))
+        free = replace(unlimited(built.problem), objective=terms)
         is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
         gap, time_limit_s = (BOUND_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
         solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
@@ -231,8 +230,7 @@ class _Search:
         """The best solution regardless of memory."""
         if mesh.num_stages == 1 and relaxed.solution.choice:
             return relaxed.solution
-        nodes = tuple(replace(node, memory={}) for node in built.problem.nodes)
-        return solve_shared(built, replace(built.problem, nodes=nodes, limits=()), gap=GAP)
+        return solve_shared(built, unlimited(built.problem), gap=GAP)
 
     def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
         choices = built.choices(solution.choice)

@@ -26,12 +26,21 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
     if not found.choice or not built.has_modes:
         return found
     kept = [of_layouts(options, options[pick]) for options, pick in zip(built.strategies, found.choice, strict=True)]
-    hint = tuple(int(np.searchsorted(left, pick)) for left, pick in zip(kept, found.choice, strict=True))
-    solution = solve(restricted(problem, kept), gap=1e-4, time_limit_s=TIME_LIMIT_S, hint=hint)
+    solution = solve_among(problem, kept, gap=1e-4, time_limit_s=TIME_LIMIT_S, hint=found.choice)
     if not solution.choice:
         return solution
-    choice = tuple(int(left[pick]) for left, pick in zip(kept, solution.choice, strict=True))
-    return replace(found, choice=choice, objective=solution.objective, bound=min(found.bound, solution.objective))
+    return replace(solution, bound=min(found.bound, solution.objective), status=found.status, seconds=found.seconds)
+
+
+def solve_among(
+    problem: Problem, kept: list[np.ndarray], *, gap: float, time_limit_s: float, hint: Sequence[int] | None = None
+) -> Solution:
+    """`solve` with only the strategies `kept` (indices in order) of each node; `hint` is a choice among them."""
+    place = None if hint is None else [int(np.searchsorted(left, pick)) for left, pick in zip(kept, hint, strict=True)]
+    found = solve(restricted(problem, kept), gap=gap, time_limit_s=time_limit_s, hint=place)
+    if not found.choice:
+        return found
+    return replace(found, choice=tuple(int(left[pick]) for left, pick in zip(kept, found.choice, strict=True)))
 
 
 def of_layouts(options: Sequence[Strategy], wanted: Strategy) -> np.ndarray:

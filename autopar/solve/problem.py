@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +158,11 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     allowed = not any(math.isinf(total) for total in rows)
     fits = all(limit.holds(total) for limit, total in zip(problem.limits, usage, strict=True))
     return Evaluation(objective_of(problem.objective, rows) if allowed else math.inf, rows, usage, allowed and fits)
+
+
+def unlimited(problem: Problem) -> Problem:
+    """The problem regardless of memory."""
+    return replace(problem, limits=(), nodes=tuple(replace(node, memory={}) for node in problem.nodes))
 
 
 def brute_force(problem: Problem) -> Solution:

@@ -24,7 +24,7 @@ from autopar.layers import block_of, blocks_of
 from autopar.rules.nodes import node_argument, op_name
 from autopar.solve import problem as abstract
 from autopar.solve.build import BuiltProblem, Strategy
-from autopar.solve.layers_apart import of_layouts, restricted
+from autopar.solve.layers_apart import of_layouts, solve_among
 from autopar.solve.problem import Solution, evaluate
 from autopar.solve.search import TIME_LIMIT_S, solve
 
@@ -73,8 +73,7 @@ def _with_layouts(built: BuiltProblem, shared: Shared, near: Sequence[Strategy],
     kept = [of_layouts(built.strategies[first[group]], near[first[group]]) for group in range(len(first))]
     if not all(map(len, kept)):
         return None
-    found = solve(restricted(shared.problem, kept), gap=gap, time_limit_s=HINT_TIME_S)
-    return [int(left[pick]) for left, pick in zip(kept, found.choice, strict=True)] if found.choice else None
+    return solve_among(shared.problem, kept, gap=gap, time_limit_s=HINT_TIME_S).choice or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.capture.graphs import Captured, graph_hash
+from autopar.capture.runs import Repeats
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
@@ -65,9 +66,15 @@ def _debug(program: Program) -> None:
         raise VerificationError(f"the program differs from the single-device step: {report.first}")
 
 
-def annotated(captured: Captured, microbatches: int, cut: Cut, rules: Mapping[str, str] | None = None) -> StepGraph:
+def annotated(
+    captured: Captured,
+    microbatches: int,
+    cut: Cut,
+    rules: Mapping[str, str] | None = None,
+    repeats: Repeats | None = None,
+) -> StepGraph:
     """The step graph of a cut, each node with its leaf rule; `rules`: of calls without a row in the table."""
-    graph = join(captured, microbatches, cut)
+    graph = join(captured, microbatches, cut, repeats)
     write_rules(graph.graph, rules or {})
     annotate_factors(graph.graph, list(graph.state_pairs))
     return graph

@@ -26,15 +26,16 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.capture.graphs import Captured, Role
+from autopar.capture.runs import Repeats
 from autopar.clipping import clip_by_norm
-from autopar.layers import Cut, units_of
+from autopar.layers import Cut, block_of, homes_of, units_of
 from autopar.markers import accumulate, relay
 from autopar.rules.nodes import copy_graph, is_pointwise, is_view, node_argument, op_name
 
@@ -49,17 +50,22 @@ class StepGraph:
     graph: Graph
     cut: Cut
     state_pairs: tuple[tuple[Node, Node], ...]
+    repeats: Repeats = Repeats()
+    """Which layers stand for several."""
 
     def copied(self) -> StepGraph:
         """The same with a graph of its own, its nodes' metadata included."""
         graph, known = copy_graph(self.graph)
-        return StepGraph(graph, self.cut, tuple((known[a], known[b]) for a, b in self.state_pairs))
+        pairs = tuple((known[a], known[b]) for a, b in self.state_pairs)
+        return StepGraph(graph, self.cut, pairs, self.repeats)
 
 
-def join(captured: Captured, microbatches: int, cut: Cut | None = None) -> StepGraph:
-    """Builds the step graph; without `cut` there is one stage."""
-    builder = _Joiner(captured, microbatches, cut or Cut.single(units_of(captured.gradient.graph)[0]))
-    return builder.build()
+def join(
+    captured: Captured, microbatches: int, cut: Cut | None = None, repeats: Repeats | None = None
+) -> StepGraph:
+    """Builds the step graph; without `cut` there is one stage, without `repeats` each layer stands for itself."""
+    cut = cut or Cut.single(units_of(captured.gradient.graph)[0])
+    return replace(_Joiner(captured, microbatches, cut).build(), repeats=repeats or Repeats())
 
 
 @dataclass(slots=True)
@@ -368,11 +374,15 @@ def _stage_by_path(path: str, paths: dict[str, int]) -> int | None:
 
 
 def _write_keys(graph: Graph) -> None:
+    """Nodes that run between layers are numbered anew in each: a layer's keys don't depend on what precedes it."""
     counts: Counter[str] = Counter()
+    homes = homes_of(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["key"] = f"{node.meta['role'].kind}:{node.meta['role'].name}"
         elif node.op == "call_function":
-            base = f"{node.meta.get('path', '')}/{op_name(node)}/{node.meta['phase']}"
+            path, home = node.meta.get("path", ""), homes[node]
+            where = path if block_of(path) or not home else f"{home}:{path}"
+            base = f"{where}/{op_name(node)}/{node.meta['phase']}"
             node.meta["key"] = f"{base}#{counts[base]}"
             counts[base] += 1

@@ -69,6 +69,24 @@ def blocks_of(graph: Graph) -> dict[Node, str]:
     return found
 
 
+def homes_of(graph: Graph) -> dict[Node, str]:
+    """The block of a module list to which each node of a captured or step graph belongs; "" where to none.
+
+    By module path; a node that has no block in it runs between blocks (`blocks_of`), and a relay brings a value from
+    where it is made.
+    """
+    between = blocks_of(graph)
+    found: dict[Node, str] = {}
+    for node in graph.nodes:
+        own = block_of(node.meta.get("path", ""))
+        if own is None and node.target in IDENTITIES:
+            own = found[node.all_input_nodes[0]]
+        elif own is None:
+            own = between.get(node, "")
+        found[node] = own if block_of(own) else ""
+    return found
+
+
 def units_of(graph: Graph) -> tuple[tuple[str, ...], dict[Node, int]]:
     """Unit names in the order in which they run, and the unit of each forward node."""
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase", "forward") == "forward"]

@@ -328,8 +328,12 @@ def _buffer_names(graph: fx.GraphModule) -> set[str]:
 
 
 def _constants_as_buffers(graph: fx.GraphModule, mode: Any) -> dict[str, Tensor]:
-    """Constants of the trace become placeholders, and their values are returned by name; scalars become `full`."""
+    """Constants of the trace become placeholders, and their values are returned by name; scalars become `full`.
+
+    Equal constants (of equal layers, say) are one.
+    """
     constants: dict[str, Tensor] = {}
+    known: dict[tuple[Any, ...], fx.Node] = {}
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
         value: Tensor = getattr(graph, str(node.target))
@@ -337,10 +341,16 @@ def _constants_as_buffers(graph: fx.GraphModule, mode: Any) -> dict[str, Tensor]
             with graph.graph.inserting_before(first):
                 new = graph.graph.call_function(torch.ops.aten.full.default, ([], value.item()), {"dtype": value.dtype})
         else:
+            content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            kind = (value.dtype, value.shape, value.stride(), content)
+            if kind in known:
+                node.replace_all_uses_with(known[kind])
+                graph.graph.erase_node(node)
+                continue
             role = Role("buffer", f"_constant{len(constants)}")
             constants[role.name] = value.detach().clone()
             with graph.graph.inserting_before(first):
-                new = graph.graph.placeholder(role.name)
+                new = known[kind] = graph.graph.placeholder(role.name)
             new.meta["role"] = role
         with mode:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.batches import BatchForm, batch_size, check_divides, microbatch
+from autopar.capture.folding import Folded, UnequalError
 from autopar.capture.gradient import Request, Traced, trace_gradient
 from autopar.capture.graphs import RANDOM_KEY, Captured, Role
+from autopar.capture.runs import equal_runs, shortened
 from autopar.capture.symbolic import symbolic_shapes
 from autopar.capture.update import capture_updates
 from autopar.errors import CaptureError
@@ -80,7 +83,8 @@ class ForwardStep:
             return self
         check_divides(batch_size(self.batch_tensors()), microbatches)
         other = copy.copy(self)
-        other.__dict__.pop("_captured", None)
+        for name in ("_captured", "_folded"):
+            other.__dict__.pop(name, None)
         other.microbatches = microbatches
         return other
 
@@ -88,6 +92,10 @@ class ForwardStep:
     def capture(self) -> Captured:
         """The step as graphs; the same object at every call. Raises `CaptureError`, naming the user's line."""
         return self._captured
+
+    def fold(self) -> Folded:
+        """The step with few of its equal layers traced; where that can't be done, with all of them."""
+        return self._folded
 
     def symbolic_shapes(self) -> dict[str, tuple[Any, ...]]:
         """Per node of the gradient graph its shape as sympy expressions in `b` (microbatch) and `s` (sequence)."""
@@ -101,6 +109,19 @@ class ForwardStep:
 
     @functools.cached_property
     def _captured(self) -> Captured:
+        return self._capture()
+
+    @functools.cached_property
+    def _folded(self) -> Folded:
+        runs = equal_runs(self.model, self.group_of) if "_captured" not in self.__dict__ else ()
+        if runs:
+            with contextlib.suppress(CaptureError, UnequalError), shortened(self.model, runs):
+                folded = Folded(self._capture(), runs)
+                folded.check()
+                return folded
+        return Folded(self.capture())
+
+    def _capture(self) -> Captured:
         traced = self._traced()
         return Captured(traced.graph, traced.outputs, constants=traced.constants)
 
@@ -115,6 +136,11 @@ class ForwardStep:
         inputs |= {Role("buffer", n): b for n, b in self.model.named_buffers()}
         inputs |= {Role("batch", n): t for n, t in self.microbatch(self.batch, 0).items()}
         return {**inputs, RANDOM_KEY: torch.empty((), dtype=torch.int64)}
+
+    @property
+    def group_of(self) -> dict[str, int]:
+        """Trainable parameter → index of its group in the optimizer; parameters that no group holds are absent."""
+        return {}
 
     @property
     def _has_loss(self) -> bool:
@@ -177,8 +203,7 @@ class TrainStep(ForwardStep):
         named = dict(self.model.named_parameters())
         return {name: groups[id(named[name])] for name in self.trainable_names if id(named[name]) in groups}
 
-    @functools.cached_property
-    def _captured(self) -> Captured:
+    def _capture(self) -> Captured:
         traced = self._traced()
         updated = [role.name for role in traced.outputs if role.kind == "grad"]
         named = dict(self.model.named_parameters())

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.layers import block_of
 from autopar.mesh import Mesh
 from autopar.program.accumulation import accumulations
 from autopar.program.parts import Part, Slot, Value
@@ -99,6 +100,8 @@ class Event:
     """Bytes of buffers that live only while the node runs."""
     sums: Sum | None = None
     frees: tuple[Origin, ...] = ()
+    region: str = ""
+    """The layer to which the node belongs, "model.layers.3"; with a "+" what comes after it and belongs to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +125,22 @@ def part_events(part: Part, mesh: Mesh) -> Events:
     for origin, position in lives.death.items():
         dying.setdefault(position, []).append(origin)
     inputs = tuple((node, 0) for node in placeholders(part))
-    events = tuple(
-        _event(node, mesh, lives, classes, adopted, tuple(dying.get(lives.position[node], ())))
-        for node in graph.nodes
-        if node.op == "call_function"
-    )
+    events, regions = [], _regions(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            event = _event(node, mesh, lives, classes, adopted, tuple(dying.get(lives.position[node], ())))
+            events.append(replace(event, region=regions[node]))
     unread = tuple(origin for origin in inputs if lives.death[origin] == lives.position[origin[0]])
-    return Events(inputs, unread, events, tuple(_origin_of(value, lives) for value in output_values(graph)))
+    return Events(inputs, unread, tuple(events), tuple(_origin_of(value, lives) for value in output_values(graph)))
+
+
+def _regions(graph: fx.Graph) -> dict[fx.Node, str]:
+    found: dict[fx.Node, str] = {}
+    region = ""
+    for node in graph.nodes:
+        region = block_of(node.meta.get("path", "")) or region.rstrip("+") + "+"
+        found[node] = region
+    return found
 
 
 def _origin_of(value: Any, lives: Lifetimes) -> Origin | None:

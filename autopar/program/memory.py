@@ -39,6 +39,10 @@ from autopar.program.storages import Origin
 PERSISTENT_KINDS = ("param", "buffer", "state", "scalar", "gathered")
 
 
+Region = tuple[str, str]
+"""A call of the step, "backward 1", and a layer, or what comes after one (`Event.region`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
     """Bytes at the moment of the peak, by class."""
@@ -74,7 +78,7 @@ def part_peak(part: Part, mesh: Mesh, first: bool = False) -> MemoryProfile:
             memory.drop_after_call(block)
         inputs.append(block)
     memory.run(part_events(part, mesh), inputs, part.name)
-    return memory.profile
+    return greatest(memory.peaks)
 
 
 def stage_peak(pipeline: Pipeline, stage: int, optional: Mapping[str, Collection[Slot]] | None = None) -> MemoryProfile:
@@ -82,11 +86,23 @@ def stage_peak(pipeline: Pipeline, stage: int, optional: Mapping[str, Collection
 
     `optional`: per part, the accumulators that may be `None` (by default those of the generated source).
     """
+    return greatest(stage_peaks(pipeline, stage, optional))
+
+
+def greatest(peaks: Mapping[Region, MemoryProfile]) -> MemoryProfile:
+    """The greatest of several peaks, the first of equal ones."""
+    return max(peaks.values(), key=lambda profile: profile.peak, default=MemoryProfile())
+
+
+def stage_peaks(
+    pipeline: Pipeline, stage: int, optional: Mapping[str, Collection[Slot]] | None = None
+) -> dict[Region, MemoryProfile]:
+    """The peak in each call and layer of a whole step on a rank of `stage`, see `stage_peak`."""
     program = pipeline.stages[stage]
     if optional is None:
         optional = {name: optional_slots(part) for name, part in program.parts.items()}
     plan = without_zeros(plan_steps(pipeline)[stage], optional)
-    return _StageWalk(pipeline, program, plan).profile()
+    return _StageWalk(pipeline, program, plan).peaks()
 
 
 # -- the heap --------------------------------------------------------------------------------------------------------
@@ -101,10 +117,10 @@ class _Block:
 
 @dataclass(slots=True)
 class _Memory:
-    """What is allocated at the moment, and the profile of the greatest moment so far."""
+    """What is allocated at the moment, and the profile of the greatest moment so far in each call and layer."""
 
     live: Counter[str] = field(default_factory=Counter)
-    profile: MemoryProfile = field(default_factory=MemoryProfile)
+    peaks: dict[Region, MemoryProfile] = field(default_factory=dict)
     dropped: list[_Block] = field(default_factory=list)
 
     def new(self, size: int, kind: str) -> _Block:
@@ -133,11 +149,13 @@ class _Memory:
         self.live[kind] += block.size
         block.kind = kind
 
-    def record(self, where: str, transient: int = 0) -> None:
-        if self.live.total() + transient > self.profile.peak:
+    def record(self, where: str, event: Event | None = None) -> None:
+        transient, region = (event.transient, event.region) if event is not None else (0, "")
+        before = self.peaks.get((where, region))
+        if before is None or self.live.total() + transient > before.peak:
             now = {kind: self.live[kind] for kind in CLASSES}
             now["buffers"] += transient
-            self.profile = MemoryProfile(**now, where=where)
+            self.peaks[where, region] = MemoryProfile(**now, where=f"{where}: {event.name}" if event else where)
 
     def run(self, part: Events, inputs: list[_Block | None], where: str) -> list[_Block | None]:
         """Walks one call; the returned blocks of the outputs are held once more, for the caller."""
@@ -165,7 +183,7 @@ class _Memory:
         else:
             for origin, size, kind in event.makes:
                 blocks[origin] = self.new(size, kind)
-        self.record(f"{where}: {event.name}", event.transient)
+        self.record(where, event)
         for origin in event.frees:
             if origin in blocks:
                 self.drop(blocks.pop(origin))
@@ -190,7 +208,7 @@ class _StageWalk:
     store: dict[int, _Block] = field(default_factory=dict)
     sending: dict[Message, _Block] = field(default_factory=dict)
 
-    def profile(self) -> MemoryProfile:
+    def peaks(self) -> dict[Region, MemoryProfile]:
         mesh = self.pipeline.mesh.spmd
         events = {name: part_events(part, mesh) for name, part in self.program.parts.items()}
         self._begin(mesh)
@@ -207,7 +225,7 @@ class _StageWalk:
                 self.memory.hold(self.store[cell])
             if call.sends:
                 self._free(call)
-        return self.memory.profile
+        return self.memory.peaks
 
     def _begin(self, mesh: Mesh) -> None:
         """What the step starts with: everything across steps, the batch, scalars, accumulators that are kept."""

@@ -13,8 +13,8 @@ and the resharding of its operands a second time; what the backward gathers of a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from autopar import markers
 from autopar.errors import PlanError
 from autopar.joint import StepGraph, forward_twin, relay_to
-from autopar.layers import block_of
+from autopar.layers import block_of, homes_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.pins import matches_module
@@ -79,6 +79,9 @@ class BuiltProblem:
     """The problem with what its indices mean."""
 
     problem: abstract.Problem
+    """What stands for several layers counts as often."""
+    plain: tuple[abstract.Node, ...]
+    """Its nodes as one layer has them."""
     nodes: list[Node]
     strategies: list[list[Strategy]]
     limit_stages: tuple[int, ...]
@@ -187,11 +190,15 @@ class _Builder:
     modes: Modes | None = None
     wanted: Wanted | None = None
     moments: list[Moment] = field(default_factory=list)
+    homes: dict[Node, str] = field(default_factory=dict)
+    by_key: dict[str, Node] = field(default_factory=dict)
 
     def build(self) -> BuiltProblem:
         if self.setting.recompute != "none":
             self.wanted = wanted_again(self.setting.recompute)
             self.modes = modes_of(self.step.graph, self.wanted)
+        self.homes = homes_of(self.step.graph)
+        self.by_key = {node.meta["key"]: node for node in self.step.graph.nodes if "key" in node.meta}
         stages, microbatches = self.setting.mesh.num_stages, self.setting.microbatches
         self.moments = moments_of(self.step.graph, stages, microbatches, self.modes)
         for node in self.step.graph.nodes:
@@ -203,9 +210,12 @@ class _Builder:
         self._add_shared_gathers()
         self._add_twins()
         for source, result in self.step.state_pairs:
-            self._add_edge(result, self._result(result), source, self._result(source), self._row(result))
+            times = self._times(source)
+            self._add_edge(result, self._result(result), source, self._result(source), self._row(result), times)
+        nodes = tuple(_weighed(a, self._times(b)) for a, b in zip(self.nodes, self.graph_nodes, strict=True))
         return BuiltProblem(
-            abstract.Problem(tuple(self.nodes), tuple(self.edges), self._limits(), self._objective()),
+            abstract.Problem(nodes, tuple(self.edges), self._limits(), self._objective()),
+            tuple(self.nodes),
             self.graph_nodes,
             self.strategies,
             tuple(moment.stage for moment in self.moments),
@@ -276,8 +286,34 @@ class _Builder:
 
     def _add_operand_edges(self, node: Node) -> None:
         for i, operand in enumerate(tensor_operands(node)):
-            needed = self._distinct(node, i, results=False)
-            self._add_edge(operand, self._result(operand), node, needed, self._row(node))
+            for value, reader, times in self._readings(operand, node):
+                needed = self._distinct(reader, i, results=False)
+                self._add_edge(value, self._result(value), reader, needed, self._row(reader), times)
+
+    # -- layers that stand for several -------------------------------------------------------------------------
+    def _times(self, node: Node) -> int:
+        return self.step.repeats.times(self.homes[node])
+
+    def _readings(self, value: Node, reader: Node) -> Iterator[tuple[Node, Node, int]]:
+        """How often `reader`, in all the layers that its own stands for, reads `value` in all of those.
+
+        From one layer to the next this happens between each two of the layers that one stands for, and once to the
+        layer that really comes next.
+        """
+        made, read = self.homes[producer(value)[0]], self.homes[reader]
+        if made == read or not made or not read:
+            yield value, reader, max(self._times(producer(value)[0]), self._times(reader))
+            return
+        low, high = sorted((made, read), key=lambda block: int(block.rpartition(".")[2]))
+        times, again = self.step.repeats.between(low, high)
+        yield value, reader, times
+        if again is not None:
+
+            def twin(node: Node) -> Node:
+                there = self.homes[producer(node)[0]] == high
+                return self.by_key[node.meta["key"].replace(high, again, 1)] if there else node
+
+            yield twin(value), twin(reader), self.step.repeats.times(low) - 1
 
     def _add_edge(
         self,
@@ -286,6 +322,7 @@ class _Builder:
         target_node: Node,
         target: tuple[list[Layout], np.ndarray],
         row: int,
+        times: int = 1,
     ) -> None:
         maker, _ = producer(value)
         crosses = value.meta["stage"] != target_node.meta["stage"] and value.meta.get("role") is None
@@ -303,7 +340,9 @@ class _Builder:
             if from_input:
                 full = self._copy_rule(full, target_node)
             self.derived[key] = self._reuse_rule(full, maker, target_node)
-        self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], self.derived[key], row))
+        if (*key, times) not in self.derived:
+            self.derived[*key, times] = self.derived[key] * times
+        self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], self.derived[*key, times], row))
 
     def _runs(self, node: Node) -> int:
         """How often the backward moves the operands of what it computes again."""
@@ -354,6 +393,7 @@ class _Builder:
             (here, which_here), (there, which_there) = self._result(node), self._result(shared)
             prices = self._prices(tuple(there), tuple(here), node.meta["val"].element_size()).T
             full = np.where(self._in_mode(node, Mode.AGAIN)[:, None] > 0, prices[which_here][:, which_there], 0.0)
+            full = full * self._times(node)
             self.edges.append(abstract.Edge(self.index[node], self.index[shared], full, self._row(node)))
 
     def _copy_rule(self, full: np.ndarray, relay: Node) -> np.ndarray:
@@ -432,6 +472,14 @@ class _Builder:
         fill = tuple(abstract.Term(1.0, (s,)) for s in range(stages))
         steady = abstract.Term(count - 1.0, tuple(range(stages)))
         return (*fill, steady, abstract.Term(1.0, tuple(range(stages, 2 * stages))))
+
+
+def _weighed(node: abstract.Node, times: int) -> abstract.Node:
+    """A node as often as its layer counts."""
+    if times == 1:
+        return node
+    memory = {limit: used * times for limit, used in node.memory.items()}
+    return replace(node, cost=node.cost * times, memory=memory)
 
 
 def _item(node: Node, item: int) -> Tensor:

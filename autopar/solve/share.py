@@ -3,7 +3,7 @@
     solution = solve_shared(built, built.problem, gap=1e-3)     # layers.0 … layers.31 are one that counts 32 times
 
 Nodes are equal when their keys differ only by the block's number and they have the same strategies, costs, row and
-memory. The quotient sums costs, memory and edges over the members, edges from one layer to the next included, so its
+memory (but for how many layers theirs stands for). The quotient sums costs, memory and edges over the members, edges from one layer to the next included, so its
 objective is that of the expanded choice in the whole problem.
 """
 
@@ -92,7 +92,7 @@ def share(built: BuiltProblem) -> Shared:
     """The quotient of `built` by its equal layers."""
     numbers: dict[Hashable, int] = {}
     keys = canonical_keys(built.nodes[0].graph)
-    entries = zip((keys[node] for node in built.nodes), built.problem.nodes, built.strategies, strict=True)
+    entries = zip((keys[node] for node in built.nodes), built.plain, built.strategies, strict=True)
     group = tuple(numbers.setdefault(_signature(*entry), len(numbers)) for entry in entries)
     members: dict[int, list[abstract.Node]] = defaultdict(list)
     for number, node in zip(group, built.problem.nodes, strict=True):
@@ -157,9 +157,8 @@ def _readers(user: Node) -> Iterable[Node]:
 
 
 def _merged(members: list[abstract.Node]) -> abstract.Node:
-    first, count = members[0], len(members)
-    memory = {limit: used * count for limit, used in first.memory.items()}
-    return dataclasses.replace(first, cost=first.cost * count, memory=memory)
+    memory = {limit: sum(node.memory[limit] for node in members) for limit in members[0].memory}
+    return dataclasses.replace(members[0], cost=sum(node.cost for node in members), memory=memory)
 
 
 def _merged_edges(edges: Sequence[abstract.Edge], group: Sequence[int]) -> tuple[abstract.Edge, ...]:

@@ -1,0 +1,145 @@
+"""Layers that stand for several: the problem of a folded step is that of the whole one, to the last edge."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.folding import Folded
+from autopar.capture.graphs import graph_hash
+from autopar.capture.runs import Repeats, equal_runs
+from autopar.capture.step import TrainStep
+from autopar.compiling import annotated
+from autopar.joint import StepGraph
+from autopar.layers import Cut, homes_of, units_of
+from autopar.mesh import Mesh
+from autopar.solve.build import BuiltProblem, build_problem
+from autopar.solve.problem import evaluate
+from tests.solve.test_recompute import setting_of
+from tests.virtual.step_models import GPT, token_batch
+
+
+class Loop(nn.Module):
+    """Residual sums outside of the blocks, blocks of two kinds in turn, and a value that all of them read."""
+
+    def __init__(self, width: int = 8, layers: int = 13) -> None:
+        super().__init__()
+        kinds = (lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()), lambda: nn.Linear(width, width))
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(kinds[i % 2]() for i in range(layers))
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x) * shift
+        return self.last(x).square().mean()
+
+
+def gpt_step(microbatches: int = 2, **options) -> TrainStep:
+    torch.manual_seed(0)
+    return TrainStep(GPT(width=8, layers=9, **options), token_batch(8), microbatches=microbatches)
+
+
+def loop_step(microbatches: int = 2) -> TrainStep:
+    return TrainStep(Loop(), torch.randn(8, 8), microbatches=microbatches)
+
+
+STEPS = {"gpt": gpt_step, "loop": loop_step, "gpt, one microbatch": lambda: gpt_step(1)}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_folded_step_unfolds_to_what_is_traced_whole(name: str) -> None:
+    folded = STEPS[name]().fold()
+    assert folded.runs
+    assert graph_hash(folded.whole) == graph_hash(STEPS[name]().capture())
+    assert len(folded.captured.gradient.graph.nodes) < len(folded.whole.gradient.graph.nodes)
+
+
+def test_runs_may_have_a_period_and_a_rest() -> None:
+    (run,) = loop_step().fold().runs
+    assert (run.path, run.first, run.period, run.count) == ("blocks", 0, 2, 6)  # and a thirteenth block
+
+
+def joined(folded: Folded, numbers: tuple[int, ...], microbatches: int, stages: int) -> StepGraph:
+    """The step graph of some periods, cut where the whole one is cut evenly."""
+    captured, repeats = folded.at([numbers]), Repeats(folded.runs, (numbers,))
+    units = units_of(captured.gradient.graph)[0]
+    whole = units_of(folded.whole.gradient.graph)[0]
+    stage_of = {unit: i * stages // len(whole) for i, unit in enumerate(whole)}
+    cut = Cut(units, tuple(stage_of[unit] for unit in units))
+    return annotated(captured, microbatches, cut, repeats=repeats)
+
+
+def expanded(small: BuiltProblem, large: BuiltProblem, step: StepGraph, choice: list[int]) -> list[int]:
+    """The choice of the whole problem in which every layer does what stands for it does."""
+    homes = homes_of(step.graph)
+    picked = {}
+    for node, pick in zip(small.nodes, choice, strict=True):
+        home, key = homes[node], node.meta["key"]
+        for block in step.repeats.blocks(home) if home else ("",):
+            picked[key.replace(home, block, 1) if home else key] = pick
+    return [picked[node.meta["key"]] for node in large.nodes]
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize(
+    ("name", "numbers", "mesh"),
+    [
+        ("gpt", (0, 1, 7, 8), "dp=2"),
+        ("gpt", (0, 1, 4, 7, 8), "dp=2 tp=2"),
+        ("gpt, one microbatch", (0, 1, 7, 8), "dp=2"),
+        ("loop", (0, 1, 4, 5), "dp=2"),
+        ("loop", (0, 1, 3, 5), "dp=2"),
+        ("gpt", (0, 1, 3, 4, 5, 6, 8), "pp=2 dp=2"),
+    ],
+)
+def test_the_folded_problem_is_the_whole_one(name: str, numbers: tuple[int, ...], mesh: str, recompute: str) -> None:
+    """Whatever is chosen: objective, rows and memory of the whole problem, built without folding, are the same."""
+    step, parsed = STEPS[name](), Mesh.parse(mesh)
+    folded = step.fold()
+    small_step = joined(folded, numbers, step.microbatches, parsed.num_stages)
+    all_numbers = tuple(range(folded.runs[0].count))
+    large_step = joined(folded, all_numbers, step.microbatches, parsed.num_stages)
+    small, large = (build_problem(s, setting_of(step, parsed, recompute)) for s in (small_step, large_step))
+    priced = [  # what is forbidden costs infinitely much on both sides, which would say nothing
+        replace(p, edges=tuple(replace(e, cost=np.where(np.isinf(e.cost), 0.0, e.cost)) for e in p.edges))
+        for p in (small.problem, large.problem)
+    ]
+    for seed in range(20):
+        draw = random.Random(seed)
+        choice = [draw.randrange(len(options)) for options in small.strategies]
+        there = expanded(small, large, small_step, choice)
+        found, expected = (evaluate(p, c) for p, c in zip(priced, (choice, there), strict=True))
+        assert found.rows == pytest.approx(expected.rows, rel=1e-9)
+        assert found.usage == pytest.approx(expected.usage, rel=1e-9)
+        assert found.objective == pytest.approx(expected.objective, rel=1e-9)
+
+
+def test_layers_that_differ_are_traced_whole() -> None:
+    class Uneven(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            for i, block in enumerate(self.blocks):
+                x = x + block(x) * (i + 1)
+            return x.square().mean()
+
+    folded = TrainStep(Uneven(), torch.randn(8, 8)).fold()
+    assert not folded.runs
+
+
+def test_blocks_are_compared_by_what_they_are() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(14))
+    assert [(r.first, r.count) for r in equal_runs(model, {})] == [(0, 14)]
+    model.blocks[7] = nn.Linear(4, 4, bias=False)
+    assert [(r.first, r.count) for r in equal_runs(model, {})] == [(0, 7), (8, 6)]
+    assert not equal_runs(model, {f"blocks.{i}.weight": i for i in range(14)})  # groups of the optimizer
+    model.blocks[3].register_forward_hook(lambda *args: None)
+    assert [(r.first, r.count) for r in equal_runs(model, {})] == [(8, 6)]
+    model.blocks[10].weight = model.blocks[9].weight
+    assert not equal_runs(model, {})

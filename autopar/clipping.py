@@ -37,7 +37,7 @@ def clip_by_norm(graph: Graph, gradients: Mapping[str, Node], limit: float) -> t
     for name, gradient in gradients.items():
         stage, squares = gradient.meta["stage"], _squares(graph, gradient, name)
         before = totals.get(stage)
-        totals[stage] = squares if before is None else _call(graph, plus, (before, squares), squares, path="")
+        totals[stage] = squares if before is None else _call(graph, plus, (before, squares), squares, path=name)
     norms = {stage: _norm(graph, stage, list(totals.values())) for stage in sorted(totals)}
     scales = {stage: _scale(graph, norm, limit) for stage, norm in norms.items()}
     clipped = {

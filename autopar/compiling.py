@@ -19,6 +19,7 @@ from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.mesh_layout import axis_link
 from autopar.errors import VerificationError
+from autopar.garbage import collected_seldom
 from autopar.joint import StepGraph, join
 from autopar.key_globs import matches_any
 from autopar.layers import Cut, units_of
@@ -34,11 +35,12 @@ from autopar.rules.found import require_proven, write_rules
 from autopar.rules.nodes import type_text
 
 
+@collected_seldom()
 def compile(step: ForwardStep, plan: Plan) -> Program:
     """Builds the program of `plan` for `step`; raises `PlanError` when the plan was made for another step."""
     step = step.with_microbatches(plan.microbatches)
-    require_valid_for(plan, valid_for(step))
     captured = step.capture()
+    require_valid_for(plan, valid_for(step, captured))
     require_proven(captured.graphs, plan.rules)
     units, _ = units_of(captured.gradient.graph)
     cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))
@@ -127,9 +129,9 @@ def prices(cluster: Cluster, mesh: Mesh) -> Price:
     return lambda kind, axis, num_bytes: collective_s(kind, int(num_bytes), mesh.size(axis), links[axis])
 
 
-def valid_for(step: ForwardStep) -> ValidFor:
-    """What a plan for `step` holds for."""
+def valid_for(step: ForwardStep, captured: Captured) -> ValidFor:
+    """What a plan for `step` holds for; `captured`: with all of its layers."""
     optimizer = type(step.optimizer).__name__ if isinstance(step, TrainStep) else ""
     precision = step.precision if isinstance(step, TrainStep) else "fp32"
     shapes = {name: type_text(tensor) for name, tensor in step.batch_tensors().items()}
-    return ValidFor(graph_hash(step.capture()), shapes, precision, optimizer, step.microbatches)
+    return ValidFor(graph_hash(captured), shapes, precision, optimizer, step.microbatches)

@@ -21,6 +21,7 @@ from autopar.program.memory import MemoryProfile, Region, greatest, stage_peaks
 from autopar.program.parts import Pipeline
 from autopar.program.traffic import Traffic, traffic
 
+
 @dataclass(frozen=True, slots=True)
 class Growth:
     """The pipeline with one more layer (or period of layers) on each stage that has some to grow."""

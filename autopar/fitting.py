@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from autopar.solve.build import BuiltProblem, Strategy
+from autopar.solve.build import BuiltProblem
 from autopar.solve.held import least_memory
 from autopar.solve.layers_apart import solve_modes
 from autopar.solve.problem import Problem, Solution, evaluate
-from autopar.solve.share import solve_shared
 
 GAP = 1e-3
 
@@ -52,8 +51,8 @@ class Fitting(Generic[Found]):
     built: BuiltProblem
     capacity: float
     lowered: Callable[[Solution], Found]
-    near: Sequence[Strategy] = ()
-    """A strategy per node: what would be fastest if memory were no matter. Its layouts are tried first."""
+    solve: Callable[[Problem], Solution]
+    """The best solution of the built problem under other limits or weights."""
 
     def fastest(self, bound: float) -> Found | None:
         """The fastest that the accountant finds to fit; where none comes up, what holds least (which may not fit).
@@ -79,7 +78,7 @@ class Fitting(Generic[Found]):
         solvable = unseen
         bound = math.inf  # that of the first limits: what is unseen of one plan may not be of another
         for _ in range(TRIES):
-            solution = solve_shared(self.built, self._limited(unseen), gap=GAP, near=self.near)
+            solution = self.solve(self._limited(unseen))
             if not solution.choice and unseen is solvable:
                 return None
             if not solution.choice:
@@ -110,7 +109,7 @@ class Fitting(Generic[Found]):
     def _smallest(self, bound: float) -> Found | None:
         """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
         bytes_per_s = 0.1 * self.capacity / max(bound, 1e-12)
-        solution = solve_shared(self.built, least_memory(self.built.problem, bytes_per_s), gap=GAP)
+        solution = self.solve(least_memory(self.built.problem, bytes_per_s))
         if not solution.choice:
             return None
         objective = evaluate(self.built.problem, solution.choice).objective

@@ -50,7 +50,7 @@ class StepGraph:
     graph: Graph
     cut: Cut
     state_pairs: tuple[tuple[Node, Node], ...]
-    repeats: Repeats = Repeats()
+    repeats: Repeats = field(default_factory=Repeats)
     """Which layers stand for several."""
 
     def copied(self) -> StepGraph:
@@ -60,9 +60,7 @@ class StepGraph:
         return StepGraph(graph, self.cut, pairs, self.repeats)
 
 
-def join(
-    captured: Captured, microbatches: int, cut: Cut | None = None, repeats: Repeats | None = None
-) -> StepGraph:
+def join(captured: Captured, microbatches: int, cut: Cut | None = None, repeats: Repeats | None = None) -> StepGraph:
     """Builds the step graph; without `cut` there is one stage, without `repeats` each layer stands for itself."""
     cut = cut or Cut.single(units_of(captured.gradient.graph)[0])
     return replace(_Joiner(captured, microbatches, cut).build(), repeats=repeats or Repeats())

@@ -8,25 +8,28 @@ the memory limit; where the accountant finds the resulting program too large, th
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.capture.graphs import Captured
+from autopar.capture.folding import Folded
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import candidate_meshes, compute_s, distinct_meshes, parse_cluster
 from autopar.cluster.cluster import Cluster
-from autopar.compiling import annotated, lower, prices, valid_for
+from autopar.compiling import lower, prices, valid_for
+from autopar.counting import Counts, Growth, count
 from autopar.errors import InfeasibleError, PlanError
 from autopar.fitting import GAP, Fitting
+from autopar.garbage import collected_seldom
 from autopar.joint import StepGraph
 from autopar.key_globs import forward_globs
-from autopar.layers import Cut, units_of
+from autopar.layers import Cut, homes_of
 from autopar.mesh import Mesh
-from autopar.pins import Pins, parse_pins
+from autopar.pins import Pins, matches_module, parse_pins
 from autopar.plans import Candidate, Plan
-from autopar.program.memory import stage_peak
 from autopar.program.parts import Pipeline
 from autopar.relaxed import Relaxed, fill
 from autopar.report import estimate, spans
@@ -34,13 +37,15 @@ from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.rules.found import FoundRules, find_rules
 from autopar.rules.table import check_rules
+from autopar.skeletons import Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
-from autopar.solve.build import BuiltProblem, Setting, build_problem, require_wanted
+from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem, require_wanted
 from autopar.solve.costs import least_seconds
-from autopar.solve.problem import Solution, Term, evaluate, unlimited
+from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
+from autopar.staging import Staged
 from autopar.units import format_bytes, parse_bytes
 
 MARGIN = 0.05
@@ -52,6 +57,7 @@ BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
 Progress = Callable[[str], None]
 
 
+@collected_seldom()
 def plan(
     step: ForwardStep,
     cluster: str | Cluster,
@@ -68,17 +74,33 @@ def plan(
     pins = parse_pins(pin)
     step = step.with_microbatches(pins.microbatches or step.microbatches)
     started = time.perf_counter()
-    captured = step.capture()
+    folded = _as_pinned(step.fold(), pins)
+    captured = folded.captured
     for graph in captured.graphs:
         check_rules(graph)
     rules = find_rules(captured.graphs, progress or (lambda _: None))
     captured_s = time.perf_counter() - started
     require_wanted(captured.gradient.graph, pins.recompute)
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
-    search = _Search(step, captured, rules, cluster, pins, float(capacity), progress or (lambda _: None))
+    skeletons = Skeletons(folded, step.microbatches, rules.all)
+    search = _Search(step, skeletons, rules, cluster, pins, float(capacity), progress or (lambda _: None))
     found = search.run()
     solved_s = time.perf_counter() - started - captured_s
     return _as_plan(search, found, captured_s, solved_s)
+
+
+def _as_pinned(folded: Folded, pins: Pins) -> Folded:
+    """The step with all of its layers where a pin tells some apart that are folded."""
+    globs = [pin.glob for pin in pins.modules]
+    globs += [pins.recompute] if pins.recompute not in (None, "none", "full") else []
+    paths = {node.meta.get("path", "") for node in folded.captured.gradient.graph.nodes}
+    for run in folded.runs:
+        blocks = [run.block(number, offset) for number in range(run.count) for offset in range(run.period)]
+        inside = {p.removeprefix(b) for p in paths for b in blocks if p == b or p.startswith(f"{b}.")}
+        for glob, rest, offset in itertools.product(globs, inside, range(run.period)):
+            if len({matches_module(glob, block + rest) for block in blocks[offset :: run.period]}) > 1:
+                return Folded(folded.whole)
+    return folded
 
 
 @dataclass(slots=True)
@@ -88,14 +110,17 @@ class _Found:
     mesh: Mesh
     cut: Cut
     schedule: str
-    choices: dict[str, Choice]
     texts: dict[str, str]
     recomputed: tuple[str, ...]
     num_recomputed: int
     solution: Solution
     built: BuiltProblem
     pipeline: Pipeline
-    peaks: list[int]
+    counts: Counts
+
+    @property
+    def peaks(self) -> list[int]:
+        return self.counts.peaks
 
     @property
     def again_text(self) -> str:
@@ -105,7 +130,7 @@ class _Found:
 @dataclass(slots=True)
 class _Search:
     step: ForwardStep
-    captured: Captured
+    skeletons: Skeletons
     rules: FoundRules
     cluster: Cluster
     pins: Pins
@@ -114,11 +139,10 @@ class _Search:
     candidates: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     shortages: list[tuple[float, Mesh]] = field(default_factory=list)
-    graphs: dict[Cut, StepGraph] = field(default_factory=dict)
 
     def run(self) -> _Found:
         """Solves candidates in the order of their bounds, until the next bound is no better than the best."""
-        units, _ = units_of(self.captured.gradient.graph)
+        units = self.skeletons.units
         meshes = candidate_meshes(self.cluster, self.pins.axes)
         meshes = [m for m in distinct_meshes(self.cluster, meshes, self._named_axes()) if self._can_cut(m, units)]
         if not meshes:
@@ -160,15 +184,18 @@ class _Search:
 
     def _least_s(self, meshes: Sequence[Mesh]) -> dict[Mesh, float]:
         """What the matmuls alone take in each mesh's pipeline, the ranks of a stage sharing them equally."""
-        graph = self._graph(Cut.single(units_of(self.captured.gradient.graph)[0])).graph
+        whole, times = self._whole, self._whole.repeats.times
+        homes = homes_of(whole.graph)
         ranks = {mesh: math.prod(size for _, size in mesh.spmd.axes) for mesh in meshes}
-        seconds = {count: least_seconds(graph, count, self._compute_s) for count in set(ranks.values())}
+        seconds = {
+            count: least_seconds(whole.graph, count, self._compute_s, lambda node: times(homes[node]))
+            for count in set(ranks.values())
+        }
         return {mesh: fill(mesh, self.step.microbatches) * seconds[ranks[mesh]] for mesh in meshes}
 
     def _relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
-        cut = Cut.single(units_of(self.captured.gradient.graph)[0])
-        step = self._graph(cut)
+        step = self._whole
         setting = replace(self._setting(step, mesh), mesh=mesh.spmd)
         built = build_problem(step, setting)
         stages, count = mesh.num_stages, self.step.microbatches
@@ -177,7 +204,12 @@ class _Search:
         is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
         gap, time_limit_s = (BOUND_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
         solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
-        return Relaxed(solution.bound, setting, built, solution)
+        return Relaxed(solution.bound, setting, step.cut.units, step.repeats, built, solution)
+
+    @property
+    def _whole(self) -> StepGraph:
+        """The step graph of one stage."""
+        return self.skeletons.graph(Cut.single(self.skeletons.units))
 
     # -- one candidate -----------------------------------------------------------------------------------------
     def _better(self, best: _Found | None, mesh: Mesh, relaxed: Relaxed) -> _Found | None:
@@ -201,7 +233,7 @@ class _Search:
     def _solve(self, mesh: Mesh, relaxed: Relaxed) -> _Found | None:
         """The fastest that fits: without recompute where memory doesn't bind, since computing again saves no time."""
         cut = self._cut(mesh, relaxed)
-        step = self._graph(cut)
+        step = self.skeletons.graph(cut)
         is_built = mesh.num_stages == 1 and self.pins.recompute is None
         setting = relaxed.setting if is_built else self._setting(step, mesh)
         built = relaxed.built if is_built else build_problem(step, setting)
@@ -209,18 +241,32 @@ class _Search:
         require_all_matched(setting.allowed)
         free = self._unlimited(built, mesh, relaxed)
         if free.choice and evaluate(built.problem, free.choice).feasible:
-            fastest = self._lowered(mesh, cut, step, built, free)
+            fastest = self._lowered(mesh, cut, built, free)
             if max(fastest.peaks) <= self.capacity:
                 return fastest
         near = built.picked(free.choice) if free.choice else ()
         if self.pins.recompute is None and self._may_recompute:
             built = build_problem(step, replace(setting, recompute="auto"))
-        fitting = Fitting(built, self.capacity, lambda solution: self._lowered(mesh, cut, step, built, solution), near)
+        solve: Callable[[Problem], Solution] = functools.partial(solve_shared, built, gap=GAP, near=near)
+        if mesh.num_stages > 1:
+            solve = self._staged(mesh, relaxed, built).solve
+        fitting = Fitting(built, self.capacity, functools.partial(self._lowered, mesh, cut, built), solve)
         found = fitting.fastest(relaxed.bound)
         if found is None or fitting.fits(found):
             return found
         self.shortages.append((max(found.peaks), mesh))
         return None
+
+    def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
+        """The problem of a cut model, with the layouts that are fastest within all stages' memory together, too."""
+        staged = Staged(built)
+        staged.add(self._layouts(relaxed.built, relaxed.solution))
+        return staged
+
+    def _layouts(self, built: BuiltProblem, solution: Solution) -> dict[str, Strategy]:
+        """A solution of the one-stage problem, by node key."""
+        picked = zip(built.nodes, built.picked(solution.choice), strict=True)
+        return self.skeletons.everywhere(self._whole, {node.meta["key"]: strategy for node, strategy in picked})
 
     @property
     def _may_recompute(self) -> bool:
@@ -228,23 +274,31 @@ class _Search:
 
     def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: Relaxed) -> Solution:
         """The best solution regardless of memory."""
-        if mesh.num_stages == 1 and relaxed.solution.choice:
-            return relaxed.solution
-        return solve_shared(built, unlimited(built.problem), gap=GAP)
+        if mesh.num_stages > 1:
+            return self._staged(mesh, relaxed, built).solve(unlimited(built.problem))
+        return relaxed.solution if relaxed.solution.choice else solve_shared(built, unlimited(built.problem), gap=GAP)
 
-    def _lowered(self, mesh: Mesh, cut: Cut, step: StepGraph, built: BuiltProblem, solution: Solution) -> _Found:
-        choices = built.choices(solution.choice)
-        mesh, choices = self._named_by_role(mesh, step, choices)
+    def _lowered(self, mesh: Mesh, cut: Cut, built: BuiltProblem, solution: Solution) -> _Found:
+        step = self.skeletons.graph(cut)
+        mesh, choices = self._named_by_role(mesh, step, built.choices(solution.choice))
         rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
-        texts = {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
-        schedule = self._schedule()
-        ops = built.recomputed(solution.choice)
-        again = tuple(node.meta["key"] for node in (*ops, *built.moved_again(solution.choice)))
-        recomputed = forward_globs(again, keep_out={node.meta["key"] for node in built.kept(solution.choice)})
-        count, price = self.step.microbatches, prices(self.cluster, mesh)
-        pipeline = lower(step.copied(), choices, mesh, count, price, schedule, recomputed, capacity=int(self.capacity))
-        peaks = [stage_peak(pipeline, stage).peak for stage in range(mesh.num_stages)]
-        return _Found(mesh, cut, schedule, choices, texts, recomputed, len(ops), solution, built, pipeline, peaks)
+        everywhere = self.skeletons.everywhere(step, choices)
+        texts = self.skeletons.everywhere(
+            step, {key: text for key, choice in choices.items() if (text := choice_text(rules[key], choice))}
+        )
+        ops = self.skeletons.keys(step, built.recomputed(solution.choice))
+        again = (*ops, *self.skeletons.keys(step, built.moved_again(solution.choice)))
+        recomputed = forward_globs(again, keep_out=set(self.skeletons.keys(step, built.kept(solution.choice))))
+        schedule, price = self._schedule(), prices(self.cluster, mesh)
+
+        def made(graph: StepGraph) -> Pipeline:
+            count, capacity = self.step.microbatches, int(self.capacity)
+            return lower(graph.copied(), everywhere, mesh, count, price, schedule, recomputed, capacity)
+
+        growths = [Growth(made(each.step), each.follower, each.times) for each in self.skeletons.growths(cut)]
+        pipeline = made(step)
+        counts = count(pipeline, growths)
+        return _Found(mesh, cut, schedule, texts, recomputed, len(ops), solution, built, pipeline, counts)
 
     def _named_by_role(self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]) -> tuple[Mesh, dict[str, Choice]]:
         """Axes that no pin names are called by what they do: `dp` is the one that splits more of the batch."""
@@ -268,7 +322,7 @@ class _Search:
         return "1f1b" if isinstance(self.step, TrainStep) else "forward"
 
     def _cut(self, mesh: Mesh, relaxed: Relaxed) -> Cut:
-        units, _ = units_of(self.captured.gradient.graph)
+        units = self.skeletons.units
         stages, count = mesh.num_stages, self.step.microbatches
         if stages == 1:
             return Cut.single(units)
@@ -278,11 +332,6 @@ class _Search:
         found = cut_layers(problem) or cut_layers(replace(problem, capacity=math.inf))
         assert found is not None
         return Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
-
-    def _graph(self, cut: Cut) -> StepGraph:
-        if cut not in self.graphs:
-            self.graphs[cut] = annotated(self.captured, self.step.microbatches, cut, self.rules.all)
-        return self.graphs[cut]
 
     def _setting(self, step: StepGraph, mesh: Mesh) -> Setting:
         price, allowed = prices(self.cluster, mesh), bind_pins(self.pins, step.graph, mesh)
@@ -327,7 +376,11 @@ def _in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
 def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float) -> Plan:
     bound = min([found.solution.objective, *search.bounds])
     return Plan(
-        valid_for=replace(valid_for(search.step), cluster=search.cluster.name, num_devices=search.cluster.num_devices),
+        valid_for=replace(
+            valid_for(search.step, search.skeletons.folded.whole),
+            cluster=search.cluster.name,
+            num_devices=search.cluster.num_devices,
+        ),
         cluster=search.cluster,
         mesh=found.mesh,
         microbatches=search.step.microbatches,
@@ -338,7 +391,15 @@ def _as_plan(search: _Search, found: _Found, captured_s: float, solved_s: float)
         recomputed=found.recomputed,
         pins=tuple(part.strip() for part in str(search.pins).split(",") if part.strip()),
         estimate=estimate(
-            found.pipeline, found.built, found.solution, bound, search.cluster, search.capacity, captured_s, solved_s
+            found.pipeline,
+            found.counts,
+            found.built,
+            found.solution,
+            bound,
+            search.cluster,
+            search.capacity,
+            captured_s,
+            solved_s,
         ),
         candidates=tuple(search.candidates),
         found_rules=search.rules.by_experiment,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from autopar.capture.runs import Repeats
 from autopar.mesh import Mesh
 from autopar.solve.build import BuiltProblem, Setting
 from autopar.solve.problem import Solution, evaluate
@@ -23,6 +24,8 @@ class Relaxed:
 
     bound: float
     setting: Setting
+    units: tuple[str, ...]
+    repeats: Repeats
     built: BuiltProblem
     solution: Solution
 
@@ -34,11 +37,13 @@ class Relaxed:
         return self.solution.objective
 
     def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:
-        """What each unit costs and holds under the relaxed choices, by module path."""
-        where = {unit: i for i, unit in enumerate(units)}
-        seconds, static, saved = ([0.0] * len(units) for _ in range(3))
+        """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`."""
+        own = tuple(self.repeats.spread(self.units))
+        assert tuple(unit for unit, _ in own) == units, (units, own)
+        where = {unit: i for i, unit in enumerate(self.units)}
+        seconds, static, saved = ([0.0] * len(self.units) for _ in range(3))
         unit = 0
-        for node, priced, pick in zip(self.built.nodes, self.built.problem.nodes, self.solution.choice, strict=True):
+        for node, priced, pick in zip(self.built.nodes, self.built.plain, self.solution.choice, strict=True):
             unit = _unit_index(node, where, unit)
             held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
             if node.meta["level"] == "microbatch":
@@ -47,7 +52,8 @@ class Relaxed:
                 saved[unit] += held / in_flight
             else:
                 static[unit] += held
-        return tuple(Layer((Point(*point),)) for point in zip(seconds, static, saved, strict=True))
+        points = [Point(*point) for point in zip(seconds, static, saved, strict=True)]
+        return tuple(Layer((points[where[like]],)) for _, like in own)
 
 
 def fill(mesh: Mesh, microbatches: int) -> float:

@@ -7,12 +7,13 @@ from collections import defaultdict
 from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.mesh_layout import axis_link
+from autopar.counting import Counts
 from autopar.layers import Cut
+from autopar.mesh import Mesh
 from autopar.plans import CollectiveRow, Estimate, MemoryRow, StageSpan, relative_gap
-from autopar.program.memory import stage_peak
 from autopar.program.parts import Pipeline
 from autopar.program.schedule import bubble_fraction
-from autopar.program.traffic import Traffic, traffic
+from autopar.program.traffic import Traffic
 from autopar.solve.build import BuiltProblem
 from autopar.solve.problem import Solution, evaluate
 
@@ -27,6 +28,7 @@ def spans(cut: Cut) -> tuple[StageSpan, ...]:
 
 def estimate(
     pipeline: Pipeline,
+    counts: Counts,
     built: BuiltProblem,
     solution: Solution,
     bound: float,
@@ -50,34 +52,33 @@ def estimate(
         capture_s=captured_s,
         solve_s=solved_s,
         memory_limit_bytes=int(capacity),
-        memory=memory_rows(pipeline),
-        collectives=collective_rows(pipeline, cluster),
+        memory=memory_rows(counts),
+        collectives=collective_rows(counts, pipeline.mesh, cluster),
         bubble_fraction=_bubble(pipeline, rows[:stages]),
         step_s=_parts(objective, rows, stages, count),
     )
 
 
-def memory_rows(pipeline: Pipeline) -> tuple[MemoryRow, ...]:
+def memory_rows(counts: Counts) -> tuple[MemoryRow, ...]:
     """One row per stage: every rank of a stage holds the same."""
     rows = []
-    for stage in range(pipeline.mesh.num_stages):
-        found = stage_peak(pipeline, stage)
+    for stage, found in enumerate(counts.profiles):
         kinds = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers)
         rows.append(MemoryRow(stage, "all", *kinds, found.peak))
     return tuple(rows)
 
 
-def collective_rows(pipeline: Pipeline, cluster: Cluster) -> tuple[CollectiveRow, ...]:
+def collective_rows(counts: Counts, mesh: Mesh, cluster: Cluster) -> tuple[CollectiveRow, ...]:
     """One row per axis and kind, of the stage that sends most."""
     most: dict[tuple[str, str], Traffic] = {}
-    for row in traffic(pipeline):
+    for row in counts.traffic:
         key = (row.axis, row.kind)
         if key not in most or row.bytes_sent > most[key].bytes_sent:
             most[key] = row
     rows = []
     for (axis, kind), row in sorted(most.items()):
-        link = axis_link(cluster, pipeline.mesh, axis)
-        ranks = 2 if kind == "p2p" else pipeline.mesh.size(axis)
+        link = axis_link(cluster, mesh, axis)
+        ranks = 2 if kind == "p2p" else mesh.size(axis)
         each_bytes, each_s = row.bytes_sent // row.count, collective_s(kind, row.whole_bytes // row.count, ranks, link)
         rows.append(CollectiveRow(axis, kind, row.count, each_bytes, row.bytes_sent, str(link), each_s * row.count))
     return tuple(rows)

@@ -31,6 +31,7 @@ from autopar.capture.runs import Numbers, Repeats, Run
 from autopar.layers import block_of, blocks_of
 from autopar.private import rename
 
+
 class UnequalError(Exception):
     """The periods of a run aren't alike."""
 
@@ -87,7 +88,7 @@ class _Unfolding:
     run: Run
     numbers: Numbers
     place: dict[Node, tuple[int, str, int]] = field(default_factory=dict)
-    """Node → its period, the part of the graph (a kind of input, a phase), and its position among the period's there."""
+    """Node → its period, the part of the graph (a kind of input, a phase), and its position there in the period."""
     members: dict[tuple[int, str], list[Node]] = field(default_factory=dict)
     pattern: dict[str, list[Any]] = field(default_factory=dict)
     """Part → for each of its nodes the arguments that a period between has."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,21 @@ class Repeats:
         run, times, number, offset = found
         return tuple(run.block(each, offset) for each in range(number, number + times))
 
+    def spread(self, blocks: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """All the blocks for which some stand, in their order, each with the one that stands for it.
+
+        What belongs to no run stands for itself.
+        """
+
+        def period(block: str) -> tuple[str, int] | str:
+            found = self._find(block)
+            return (found[0].path, found[2]) if found is not None else block
+
+        for _, group in itertools.groupby(blocks, period):
+            members = list(group)
+            for row in zip(*(self.blocks(block) for block in members), strict=True):
+                yield from zip(row, members, strict=True)
+
     def _find(self, block: str) -> tuple[Run, int, int, int] | None:
         """(run, times, period, offset) of a block of a run."""
         for run, numbers in zip(self.runs, self.numbers, strict=True):
@@ -119,9 +135,7 @@ def _shared_tensors(model: nn.Module) -> set[int]:
     return {key for key, count in counts.items() if count > 1}
 
 
-def _runs_in(
-    path: str, blocks: list[nn.Module], are_equal: Callable[..., bool], shared: set[int]
-) -> list[Run]:
+def _runs_in(path: str, blocks: list[nn.Module], are_equal: Callable[..., bool], shared: set[int]) -> list[Run]:
     """The runs of the period that leaves the fewest blocks to be traced."""
     options = ([*_runs_of(path, blocks, period, are_equal)] for period in range(1, LONGEST_PERIOD + 1))
     best = max(options, key=lambda runs: sum((run.count - KEPT) * run.period for run in runs))
@@ -193,11 +207,13 @@ def _same_values(left: Any, right: Any, i: int, j: int) -> bool:
     if isinstance(left, int) and not isinstance(left, bool):
         return left == right or left - right == i - j
     if isinstance(left, functools.partial):
-        parts = ((p.func, p.args, p.keywords) for p in (left, right))
-        return _same_values(*parts, i, j)
+        parts = [(p.func, p.args, p.keywords) for p in (left, right)]
+        return _same_values(parts[0], parts[1], i, j)
     if isinstance(left, Tensor):
-        return left.shape == right.shape and left.dtype == right.dtype and not left.is_meta and torch.equal(left, right)
-    return isinstance(left, (float, complex, str, torch.dtype, torch.device, torch.Size)) and left == right
+        kinds = ((t.shape, t.dtype, t.is_meta) for t in (left, right))
+        return len(set(kinds)) == 1 and not left.is_meta and bool(torch.equal(left, right))
+    plain = (float, complex, str, torch.dtype, torch.device, torch.Size)
+    return isinstance(left, plain) and bool(left == right)
 
 
 # -- shortening ------------------------------------------------------------------------------------------------------

@@ -83,11 +83,11 @@ def _filled_bytes(node: Node, choice: Choice, operand_bytes: Sequence[float], me
     return sum(2 * count * size for count, size in zip(times, operand_bytes, strict=True))
 
 
-def least_seconds(graph: Graph, ranks: int, compute: Compute) -> float:
-    """What the matmuls of a microbatch take at least, however `ranks` ranks share them."""
+def least_seconds(graph: Graph, ranks: int, compute: Compute, times: Callable[[Node], int]) -> float:
+    """What the matmuls of a microbatch take at least, however `ranks` ranks share them; each node runs `times`."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and "rule" in node.meta]
-    work = ((flops(node), str(_results(node)[0].dtype).removeprefix("torch.")) for node in nodes)
-    return sum(compute(operations / ranks, 0.0, dtype) for operations, dtype in work if operations)
+    work = ((times(node), flops(node), str(_results(node)[0].dtype).removeprefix("torch.")) for node in nodes)
+    return sum(count * compute(operations / ranks, 0.0, dtype) for count, operations, dtype in work if operations)
 
 
 def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:

@@ -3,8 +3,8 @@
     solution = solve_shared(built, built.problem, gap=1e-3)     # layers.0 … layers.31 are one that counts 32 times
 
 Nodes are equal when their keys differ only by the block's number and they have the same strategies, costs, row and
-memory (but for how many layers theirs stands for). The quotient sums costs, memory and edges over the members, edges from one layer to the next included, so its
-objective is that of the expanded choice in the whole problem.
+memory (but for how many layers theirs stands for). The quotient sums costs, memory and edges over the members, edges
+from one layer to the next included, so its objective is that of the expanded choice in the whole problem.
 """
 
 from __future__ import annotations
@@ -157,8 +157,11 @@ def _readers(user: Node) -> Iterable[Node]:
 
 
 def _merged(members: list[abstract.Node]) -> abstract.Node:
-    memory = {limit: sum(node.memory[limit] for node in members) for limit in members[0].memory}
-    return dataclasses.replace(members[0], cost=sum(node.cost for node in members), memory=memory)
+    cost, memory = members[0].cost, dict(members[0].memory)
+    for node in members[1:]:
+        cost = cost + node.cost
+        memory = {limit: used + node.memory[limit] for limit, used in memory.items()}
+    return dataclasses.replace(members[0], cost=cost, memory=memory)
 
 
 def _merged_edges(edges: Sequence[abstract.Edge], group: Sequence[int]) -> tuple[abstract.Edge, ...]:

@@ -64,12 +64,11 @@ def _profile(pipeline: Pipeline, growths: Sequence[Growth], stage: int) -> Memor
 
 def _places(region: Region, growths: Sequence[Growth]) -> Iterator[list[Region]]:
     """Where the layers that a region stands for are in each growth: the first of them, and the last."""
-    call, label = region
-    layer = label.rstrip("+")
+    call, layer = region
     yield [region] * len(growths)
     for growth in growths:
         if layer in growth.follower:
-            after = (call, label.replace(layer, growth.follower[layer], 1))
+            after = (call, growth.follower[layer])
             yield [after if other is growth else region for other in growths]
 
 

@@ -39,9 +39,6 @@ from autopar.program.storages import (
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-PER_STEP = ("prologue", "norm", "update")
-"""Parts that run once a step."""
-
 CLASS_OF_SLOT = {
     "param": "parameters",
     "buffer": "parameters",
@@ -104,7 +101,7 @@ class Event:
     sums: Sum | None = None
     frees: tuple[Origin, ...] = ()
     region: str = ""
-    """The layer to which the node belongs, "model.layers.3"; with a "+" what comes after it and belongs to none."""
+    """The layer to which the node belongs, "model.layers.3", or that which came last before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +125,7 @@ def part_events(part: Part, mesh: Mesh) -> Events:
     for origin, position in lives.death.items():
         dying.setdefault(position, []).append(origin)
     inputs = tuple((node, 0) for node in placeholders(part))
-    events, regions = [], _regions(graph, once=part.name in PER_STEP)
+    events, regions = [], _regions(graph)
     for node in graph.nodes:
         if node.op == "call_function":
             event = _event(node, mesh, lives, classes, adopted, tuple(dying.get(lives.position[node], ())))
@@ -137,13 +134,11 @@ def part_events(part: Part, mesh: Mesh) -> Events:
     return Events(inputs, unread, tuple(events), tuple(_origin_of(value, lives) for value in output_values(graph)))
 
 
-def _regions(graph: fx.Graph, once: bool) -> dict[fx.Node, str]:
-    """`once`: in a part of the step's ends, where layers come in any order, what belongs to none is one region."""
+def _regions(graph: fx.Graph) -> dict[fx.Node, str]:
     found: dict[fx.Node, str] = {}
     region = ""
     for node in graph.nodes:
-        region = block_of(node.meta.get("path", "")) or ("" if once else region.rstrip("+")) + "+"
-        found[node] = region
+        region = found[node] = block_of(node.meta.get("path", "")) or region
     return found
 
 

@@ -40,7 +40,7 @@ PERSISTENT_KINDS = ("param", "buffer", "state", "scalar", "gathered")
 
 
 Region = tuple[str, str]
-"""A call of the step, "backward 1", and a layer, or what comes after one (`Event.region`)."""
+"""A call of the step, "backward 1", and a layer (`Event.region`)."""
 
 
 @dataclass(frozen=True, slots=True)

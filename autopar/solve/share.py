@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.fx import Graph, Node
 
-from autopar.layers import block_of, blocks_of
+from autopar.layers import block_of, homes_of
 from autopar.rules.nodes import node_argument, op_name
 from autopar.solve import problem as abstract
 from autopar.solve.build import BuiltProblem, Strategy
@@ -113,11 +113,10 @@ def canonical_keys(graph: Graph) -> Mapping[Node, str]:
 
     Nodes of one key are alike in what they read and what reads them, some steps around within the block: a layer that
     has a node more than the others doesn't shift the numbers of the rest. A node outside any block (a residual sum
-    between layers) belongs to the block before it, see `layers.blocks_of`. Every candidate mesh asks for them.
+    between layers) belongs to the block before it, see `layers.homes_of`. Every candidate mesh asks for them.
     """
     nodes = [node for node in graph.nodes if node.op != "output" and node.target is not operator.getitem]
-    blocks = blocks_of(graph)
-    block = {node: block_of(node.meta.get("path", "")) or blocks.get(node, "") for node in nodes}
+    block = homes_of(graph)
     stems = {node: _stem(node, block[node]) for node in nodes}
     colors: dict[Node, Hashable] = dict(stems)
     for _ in range(NEIGHBOURHOOD):
@@ -145,7 +144,8 @@ def _around(node: Node, colors: Mapping[Node, Hashable], block: Mapping[Node, st
     def color(other: Node) -> tuple[str, Hashable]:
         if other.target is operator.getitem:
             return f"item {other.args[1]}", color(node_argument(other, 0))[1]
-        return ("", colors[other]) if block.get(other) == block[node] else ("", "elsewhere")
+        is_here = other in colors and block[other] == block[node]
+        return ("", colors[other]) if is_here else ("", "elsewhere")
 
     readers = {user for direct in node.users for user in (_readers(direct))}
     operands = tuple(map(color, node.all_input_nodes))

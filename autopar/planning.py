@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.fx import Node
+
 from autopar.capture.folding import Folded
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import candidate_meshes, compute_s, distinct_meshes, parse_cluster
@@ -31,16 +33,18 @@ from autopar.mesh import Mesh
 from autopar.pins import Pins, matches_module, parse_pins
 from autopar.plans import Candidate, Plan
 from autopar.program.parts import Pipeline
+from autopar.program.storages import nbytes
 from autopar.relaxed import Relaxed, fill
 from autopar.report import estimate, spans
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.rules.found import FoundRules, find_rules
+from autopar.rules.nodes import tensor_operands
 from autopar.rules.table import check_rules
 from autopar.skeletons import Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem, require_wanted
-from autopar.solve.costs import least_seconds
+from autopar.solve.costs import flops, least_seconds
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_shared
@@ -173,7 +177,7 @@ class _Search:
     def _bounds(self, meshes: Sequence[Mesh]) -> Iterator[tuple[float, Mesh, Relaxed | None]]:
         """A bound of each mesh, and its relaxed problem's solution unless another mesh is known to be as good."""
         known, least_s = math.inf, self._least_s(meshes)
-        for mesh in sorted(meshes, key=lambda mesh: (least_s[mesh], sum(size > 1 for _, size in mesh.axes))):
+        for mesh in sorted(meshes, key=lambda mesh: (least_s[mesh], self._order(mesh))):
             cutoff = known * (1 - GAP)
             if least_s[mesh] >= cutoff:
                 yield least_s[mesh], mesh, None
@@ -183,15 +187,37 @@ class _Search:
             yield relaxed.bound, mesh, None if relaxed.bound >= cutoff else relaxed
 
     def _least_s(self, meshes: Sequence[Mesh]) -> dict[Mesh, float]:
-        """What the matmuls alone take in each mesh's pipeline, the ranks of a stage sharing them equally."""
-        whole, times = self._whole, self._whole.repeats.times
-        homes = homes_of(whole.graph)
-        ranks = {mesh: math.prod(size for _, size in mesh.spmd.axes) for mesh in meshes}
-        seconds = {
-            count: least_seconds(whole.graph, count, self._compute_s, lambda node: times(homes[node]))
-            for count in set(ranks.values())
-        }
-        return {mesh: fill(mesh, self.step.microbatches) * seconds[ranks[mesh]] for mesh in meshes}
+        """What the ops alone take in each mesh's pipeline, the ranks of a stage sharing each of them equally."""
+        homes, times = homes_of(self._whole.graph), self._whole.repeats.times
+        levels: dict[str, dict[Node, int]] = {"microbatch": {}, "step": {}}
+        for node in self._whole.graph.nodes:
+            if "level" in node.meta:
+                levels[node.meta["level"]][node] = times(homes[node])
+
+        @functools.cache
+        def seconds(level: str, ranks: int) -> float:
+            return least_seconds(levels[level], ranks, self._compute_s)
+
+        found = {}
+        for mesh in meshes:
+            ranks = math.prod(size for _, size in mesh.spmd.axes)
+            once = seconds("step", ranks) / mesh.num_stages
+            found[mesh] = fill(mesh, self.step.microbatches) * seconds("microbatch", ranks) + once
+        return found
+
+    def _order(self, mesh: Mesh) -> float:
+        """Seconds to move, at each matmul, its smallest tensor over `dp` and its results over `tp`: tells meshes that
+        promise something from others, no more."""
+        price, homes, times = prices(self.cluster, mesh), homes_of(self._whole.graph), self._whole.repeats.times
+        moved = 0.0
+        for node in self._whole.graph.nodes:
+            if "rule" in node.meta and node.meta["level"] == "microbatch" and flops(node):
+                results = nbytes(node.meta["val"])
+                weight = min(results, *(nbytes(operand.meta["val"]) for operand in tensor_operands(node)))
+                over_dp = price("all_gather", "dp", weight / mesh.size("tp"))
+                over_tp = price("reduce_scatter", "tp", results / mesh.size("dp"))
+                moved += times(homes[node]) * (over_dp + over_tp)
+        return moved
 
     def _relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""

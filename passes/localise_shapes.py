@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -60,6 +61,21 @@ def _fake_mode(graph: Graph) -> FakeTensorMode:
             mode: FakeTensorMode = node.meta["val"].fake_mode
             return mode
     return FakeTensorMode()
+
+
+_EVALUATED: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
+"""What calls gave, by what they were given: equal layers, and the next lowering of the same step, ask the same."""
+
+
+def _signature(value: Any) -> Any:
+    """Equal for arguments of which a call's fake result is the same."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((key, _signature(item)) for key, item in value.items())
+    return type(value), value
 
 
 @dataclass(slots=True)
@@ -116,8 +132,11 @@ class Localiser:
             with self.mode:
                 return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
         assert callable(node.target), node.format_node()
-        with self.mode:
-            return node.target(*args, **kwargs)
+        known, call = _EVALUATED.setdefault(self.mode, {}), _signature((node.target, args, kwargs))
+        if call not in known:
+            with self.mode:
+                known[call] = node.target(*args, **kwargs)
+        return known[call]
 
     def _check(self, node: Node) -> None:
         layouts = node.meta.get("layout")

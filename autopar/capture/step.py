@@ -25,7 +25,6 @@ from autopar.capture.folding import Folded, UnequalError
 from autopar.capture.gradient import Request, Traced, trace_gradient
 from autopar.capture.graphs import RANDOM_KEY, Captured, Role
 from autopar.capture.runs import equal_runs, shortened
-from autopar.capture.symbolic import symbolic_shapes
 from autopar.capture.update import capture_updates
 from autopar.errors import CaptureError
 
@@ -99,6 +98,8 @@ class ForwardStep:
 
     def symbolic_shapes(self) -> dict[str, tuple[Any, ...]]:
         """Per node of the gradient graph its shape as sympy expressions in `b` (microbatch) and `s` (sequence)."""
+        from autopar.capture.symbolic import symbolic_shapes  # sympy takes a while to import
+
         return symbolic_shapes(self._request(), self.capture().gradient)
 
     def formulas(self) -> dict[str, Any]:

@@ -25,6 +25,8 @@ SWEEPS = 2
 ROUNDS = 60
 FIRST_PRICE = 0.02
 SETTLED = 1e-6
+PATIENCE, SLOW = 8, 1e-4
+"""Rounds in which the bound must rise by a part."""
 NUDGES = (0.003, 0.03, 0.1)
 
 
@@ -67,10 +69,11 @@ class _Cut:
     excess: Mapping[int, float]
 
 
-def ascend(flow: Flow, offer: Callable[[Mapping[int, int]], float], is_spent: Callable[[], bool]) -> Priced:
-    """The best prices of `ROUNDS` rounds; `offer` takes a choice and says what the best one so far costs."""
+def ascend(flow: Flow, offer: Callable[[Mapping[int, int]], float], is_enough: Callable[[float], bool]) -> Priced:
+    """The best prices of `ROUNDS` rounds; `offer` takes a choice and says what the best one so far costs, `is_enough`
+    says of a bound whether the search needs no better one."""
     network, prices = _network(flow), _first_prices(flow)
-    best, cuts, upper = price(flow, prices), list[_Cut](), float("inf")
+    best, cuts, bounds, upper = price(flow, prices), list[_Cut](), list[float](), float("inf")
     for _ in range(ROUNDS):
         coupling, picked = _sweep(flow, network, prices, SWEEPS, {})
         upper = offer({node: int(flow.model.alive[node][strategy]) for node, strategy in picked.items()})
@@ -79,10 +82,13 @@ def ascend(flow: Flow, offer: Callable[[Mapping[int, int]], float], is_spent: Ca
         cuts.append(_cut(flow, picked))
         prices, ceiling = _next_prices(flow, cuts, best, coupling)
         least = min(upper, ceiling)
-        if min(least, greatest(flow)) <= best.bound + SETTLED * abs(best.bound) or is_spent():
+        if min(least, greatest(flow)) <= best.bound + SETTLED * abs(best.bound) or is_enough(best.bound):
             break
+        if len(bounds) > PATIENCE and best.bound - bounds[-PATIENCE] <= SLOW * abs(best.bound):
+            break
+        bounds.append(best.bound)
     for nudge in NUDGES if flow.memory else ():
-        if is_spent() or upper <= best.bound + SETTLED * abs(best.bound):
+        if is_enough(best.bound) or upper <= best.bound + SETTLED * abs(best.bound):
             break
         upper = _mix(flow, network, best, nudge, offer)
     return best

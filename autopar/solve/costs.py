@@ -8,10 +8,10 @@ writes its results once. Views cost nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from autopar import markers
 from autopar.layout import Layout, chunk_size
@@ -83,16 +83,27 @@ def _filled_bytes(node: Node, choice: Choice, operand_bytes: Sequence[float], me
     return sum(2 * count * size for count, size in zip(times, operand_bytes, strict=True))
 
 
-def least_seconds(graph: Graph, ranks: int, compute: Compute, times: Callable[[Node], int]) -> float:
-    """What the matmuls of a microbatch take at least, however `ranks` ranks share them; each node runs `times`."""
-    nodes = [node for node in graph.nodes if node.op == "call_function" and "rule" in node.meta]
-    work = ((times(node), flops(node), str(_results(node)[0].dtype).removeprefix("torch.")) for node in nodes)
-    return sum(count * compute(operations / ranks, 0.0, dtype) for count, operations, dtype in work if operations)
+def least_seconds(nodes: Mapping[Node, int], ranks: int, compute: Compute) -> float:
+    """What nodes, each run some times, take at least, however `ranks` ranks share each of them: none does less than its
+    part of the work, or moves less than its part of the bytes."""
+    total = 0.0
+    for node, times in nodes.items():
+        if not _takes_time(node):
+            continue
+        values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
+        moved = sum(value.numel() * value.element_size() for value in values)
+        dtype = str(_results(node)[0].dtype).removeprefix("torch.")
+        total += times * compute(flops(node) / ranks, moved / ranks, dtype)
+    return total
+
+
+def _takes_time(node: Node) -> bool:
+    return node.op == "call_function" and not is_view(node) and node.target not in markers.IDENTITIES
 
 
 def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:
     """Seconds of the op on one rank, for each choice."""
-    if node.op != "call_function" or is_view(node) or node.target in markers.IDENTITIES:
+    if not _takes_time(node):
         return [0.0] * len(choices)
     values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
     drawn = _DRAWN_BYTES.get(op_name(node), 0)

@@ -252,8 +252,9 @@ def _least_difference(matrix: Array) -> Array:
     allowed = np.isfinite(columns)
     upper, lower = np.where(allowed, columns, FARTHER), np.where(allowed, columns, FAR)
     result = np.empty((len(matrix), len(matrix)))
-    for strategy in range(len(matrix)):
-        result[strategy] = (upper[strategy] - lower).min(axis=1)
+    step = max(1, BLOCK // (8 * max(1, lower.size)))
+    for start in range(0, len(matrix), step):
+        result[start : start + step] = (upper[start : start + step, None] - lower).min(axis=2)
     return result
 
 

@@ -62,6 +62,10 @@ class State:
     def is_closed(self, bound: float) -> bool:
         return self.choice is not None and self.objective - bound <= max(self.gap, EXACT) * abs(self.objective)
 
+    def is_enough(self, bound: float) -> bool:
+        """Whether no better bound is needed, or can be waited for."""
+        return self.is_closed(bound) or bound >= self.cutoff or self.is_spent
+
     @property
     def wanted(self) -> float:
         """What the next choice must cost less than."""
@@ -136,7 +140,7 @@ def search(state: State, model: Model) -> float:
         return math.inf
     bound, most = _safe(priced.bound - model.loss), greatest(flow)
     step = max(max(state.gap, FIRST_STEP) * abs(bound), 1e-6 * abs(most - bound))
-    while not state.is_closed(bound) and bound < state.cutoff and not state.is_spent:
+    while not state.is_enough(bound):
         known, reach = state.wanted, priced.bound + step
         reach = min(known, reach if reach < most else math.inf)
         bound = max(bound, _search_under(state, flow, priced, reach))
@@ -160,7 +164,7 @@ def _relaxed(state: State, flow: Flow) -> Priced | None:
                 return None
             offer(flow.choice(relaxed.values))
             return price(flow, relaxed.prices)
-    priced = ascend(flow, offer, lambda: state.is_spent)
+    priced = ascend(flow, offer, lambda bound: state.is_enough(_safe(bound - flow.model.loss)))
     return None if _safe(priced.bound) > greatest(flow) * (1 + EXACT) else priced
 
 
@@ -205,6 +209,8 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         if found is None or _safe(found.bound - model.loss) >= reach:
             return reach
         priced, reach = found, min(reach, state.wanted)
+        if state.is_enough(_safe(priced.bound - model.loss)):
+            return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size and flow.size > LARGEST_INTEGER_PROGRAM:
             return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size:

@@ -44,7 +44,7 @@ class Lowered(Protocol):
 Found = TypeVar("Found", bound=Lowered)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fitting(Generic[Found]):
     """A built problem, the bytes of a device, and how a solution becomes a plan."""
 
@@ -53,9 +53,11 @@ class Fitting(Generic[Found]):
     lowered: Callable[[Solution], Found]
     solve: Callable[[Problem], Solution]
     """The best solution of the built problem under other limits or weights."""
+    smallest: Solution | None = None
+    """What holds least, once that was asked for."""
 
     def fastest(self, bound: float) -> Found | None:
-        """The fastest that the accountant finds to fit; where none comes up, what holds least (which may not fit).
+        """The fastest that the accountant finds to fit; None where none comes up: then see `smallest`.
 
         What holds least also tells how far the limits are from what a lean plan really needs. `bound` (seconds) holds
         for every plan.
@@ -63,9 +65,12 @@ class Fitting(Generic[Found]):
         found = self._fitting([0.0] * (1 + max(self.built.limit_stages)))
         if found is not None:
             return found
-        smallest = self._smallest(bound)
-        if smallest is None or not self.fits(smallest):
-            return smallest
+        self.smallest = self._least(bound)
+        if self.smallest is None or self.held(self.smallest) > self.capacity:
+            return None
+        smallest = self.lowered(self.smallest)
+        if not self.fits(smallest):
+            return None
         found = self._fitting(self._unseen(smallest))
         return found if found is not None else self._loosened(smallest)
 
@@ -106,14 +111,18 @@ class Fitting(Generic[Found]):
         looser = self.lowered(solution)
         return looser if self.fits(looser) else found
 
-    def _smallest(self, bound: float) -> Found | None:
-        """The plan that holds least; twice the time weighs as much as a tenth of the memory."""
+    def held(self, solution: Solution) -> float:
+        """Bytes that the limits count of a solution, on the stage that holds most: no plan of it needs less."""
+        return max(evaluate(self.built.problem, solution.choice).usage)
+
+    def _least(self, bound: float) -> Solution | None:
+        """The solution that holds least; twice the time weighs as much as a tenth of the memory."""
         bytes_per_s = 0.1 * self.capacity / max(bound, 1e-12)
         solution = self.solve(least_memory(self.built.problem, bytes_per_s))
         if not solution.choice:
             return None
         objective = evaluate(self.built.problem, solution.choice).objective
-        return self.lowered(replace(solution, objective=objective, bound=bound))
+        return replace(solution, objective=objective, bound=bound)
 
     def _limited(self, unseen: Sequence[float]) -> Problem:
         """The problem with `unseen` bytes of each stage already used."""

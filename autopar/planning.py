@@ -142,7 +142,8 @@ class _Search:
     progress: Progress
     candidates: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    shortages: list[tuple[float, Mesh]] = field(default_factory=list)
+    shortages: list[tuple[float, Mesh, Callable[[], _Found]]] = field(default_factory=list)
+    """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
 
     def run(self) -> _Found:
         """Solves candidates in the order of their bounds, until the next bound is no better than the best."""
@@ -276,12 +277,13 @@ class _Search:
         solve: Callable[[Problem], Solution] = functools.partial(solve_shared, built, gap=GAP, near=near)
         if mesh.num_stages > 1:
             solve = self._staged(mesh, relaxed, built).solve
-        fitting = Fitting(built, self.capacity, functools.partial(self._lowered, mesh, cut, built), solve)
+        lowered = functools.partial(self._lowered, mesh, cut, built)
+        fitting = Fitting(built, self.capacity, lowered, solve)
         found = fitting.fastest(relaxed.bound)
-        if found is None or fitting.fits(found):
-            return found
-        self.shortages.append((max(found.peaks), mesh))
-        return None
+        if found is None and fitting.smallest is not None:
+            smallest = functools.partial(lowered, fitting.smallest)
+            self.shortages.append((fitting.held(fitting.smallest), mesh, smallest))
+        return found
 
     def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
         """The problem of a cut model, with the layouts that are fastest within all stages' memory together, too."""
@@ -386,7 +388,8 @@ class _Search:
         have = format_bytes(self.capacity)
         if not self.shortages:
             return f"no plan fits {have} a device on {self.cluster}; use more devices, more microbatches or more memory"
-        least, mesh = min(self.shortages, key=lambda pair: pair[0])
+        _, mesh, smallest = min(self.shortages, key=lambda entry: entry[0])
+        least = max(smallest().peaks)
         return (
             f"no plan fits {have} a device on {self.cluster}: the smallest found (mesh {mesh}) needs "
             f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more "

@@ -213,7 +213,7 @@ def _same_values(left: Any, right: Any, i: int, j: int) -> bool:
         kinds = ((t.shape, t.dtype, t.is_meta) for t in (left, right))
         return len(set(kinds)) == 1 and not left.is_meta and bool(torch.equal(left, right))
     plain = (float, complex, str, torch.dtype, torch.device, torch.Size)
-    return bool(isinstance(left, plain) and left == right)
+    return isinstance(left, plain) and bool(left == right)
 
 
 # -- shortening ------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from autopar import TrainStep
+from autopar.capture.folding import Folded
 from autopar.cluster import parse_cluster
-from autopar.layers import Cut, units_of
+from autopar.layers import Cut
 from autopar.mesh import Mesh
-from autopar.pins import Pins, parse_pins
+from autopar.pins import parse_pins
 from autopar.planning import GAP, _Search
 from autopar.rules.found import FoundRules
+from autopar.skeletons import Skeletons
 from autopar.solve.build import build_problem
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
@@ -36,10 +38,15 @@ class Layers(nn.Module):
 
 def built(count: int, mesh: str = "pp=1 dp=2 tp=2"):
     step = TrainStep(Layers(count), torch.randn(8, 16, 64))
-    cluster = parse_cluster("4xcpu")
-    search = _Search(step, step.capture(), FoundRules(), cluster, Pins(), 1e9, lambda _: None)
-    graph = search._graph(Cut.single(units_of(step.capture().gradient.graph)[0]))
+    search = search_of(step, "4xcpu")
+    graph = search.skeletons.graph(Cut.single(search.skeletons.units))
     return build_problem(graph, search._setting(graph, Mesh.parse(mesh)))
+
+
+def search_of(step: TrainStep, cluster: str, pins: str = "") -> _Search:
+    """A search with all layers of the step."""
+    skeletons = Skeletons(Folded(step.capture()), step.microbatches, {})
+    return _Search(step, skeletons, FoundRules(), parse_cluster(cluster), parse_pins(pins), 1e9, lambda _: None)
 
 
 def test_nodes_of_equal_layers_are_one_group():
@@ -78,10 +85,8 @@ def test_a_node_more_in_one_layer_shifts_no_other():
     """The decisions of Llama's layers, of which the first has a relay less, are numbered alike (found by a plan with
     two all-to-alls around a relay of the first layer, which decided as another relay of the others)."""
     step = step_of("llama, 3 layers")
-    search = _Search(
-        step, step.capture(), FoundRules(), parse_cluster("2xcpu"), parse_pins("tp=2"), 1e9, lambda _: None
-    )
-    graph = search._graph(Cut.single(units_of(step.capture().gradient.graph)[0]))
+    search = search_of(step, "2xcpu", "tp=2")
+    graph = search.skeletons.graph(Cut.single(search.skeletons.units))
     problem = build_problem(graph, search._setting(graph, Mesh.parse("pp=1 dp=1 tp=2")))
     solution = solve_shared(problem, replace(problem.problem, limits=(), nodes=without_memory(problem)), gap=0.0)
     assert improvements(problem.problem, solution.choice) == []
@@ -121,10 +126,10 @@ def test_alike_nodes_share_what_each_would_have(pins, mesh, recompute):
     """The problem is the same as where every node derives its own strategies, prices and bytes."""
     step = step_of("gpt, 3 layers", 2)
     mesh = Mesh.parse(mesh)
-    search = _Search(step, step.capture(), FoundRules(), parse_cluster("4xcpu"), parse_pins(pins), 1e9, lambda _: None)
-    units = units_of(step.capture().gradient.graph)[0]
+    search = search_of(step, "4xcpu", pins)
+    units = search.skeletons.units
     cut = Cut.single(units) if mesh.num_stages == 1 else Cut.from_boundaries(units, [0, len(units) // 2])
-    graph = search._graph(cut)
+    graph = search.skeletons.graph(cut)
     setting = replace(search._setting(graph, mesh), recompute=recompute)
     shared = build_problem(graph, setting)
     alone = build_problem(graph, replace(setting, alike=lambda node, rule: node))

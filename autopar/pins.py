@@ -66,6 +66,12 @@ class Pins:
         words += [f"{key}={value}" for key in _SCALARS if (value := getattr(self, key)) is not None]
         return ", ".join([*words, *map(str, self.modules)])
 
+    @property
+    def named_axes(self) -> set[str]:
+        """The mesh axes that some pin names, which therefore can't change places."""
+        zero = {"dp"} if self.zero is not None else set()
+        return {*self.axes, *zero, *(pin.axis for pin in self.modules)}
+
     def check(self, axes: Iterable[str], paths: Iterable[str]) -> None:
         """Raises `PlanError` for a pin that matches none of the search's mesh axes or the model's module paths."""
         axes, paths = tuple(axes), tuple(paths)

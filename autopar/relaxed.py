@@ -29,12 +29,16 @@ class Relaxed:
     built: BuiltProblem
     solution: Solution
 
-    @property
-    def step_s(self) -> float:
-        """Of the solution, where its memory is within the solver's limits; else infinite."""
-        if not self.solution.choice or not evaluate(self.built.problem, self.solution.choice).feasible:
+    def step_s(self, stages: int) -> float:
+        """Of the solution, where the solver's limits find room for it on as many stages together; else infinite.
+
+        For one stage it is a plan's; for several it tells what plans of this mesh may be like.
+        """
+        if not self.solution.choice:
             return math.inf
-        return self.solution.objective
+        found = evaluate(self.built.problem, self.solution.choice)
+        fits = all(used <= stages * limit.threshold for used, limit in zip(found.usage, self.built.problem.limits))
+        return self.solution.objective if fits else math.inf
 
     def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:
         """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`."""

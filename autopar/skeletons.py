@@ -6,7 +6,8 @@
     for growth in skeletons.growths(cut): ...       # the same with one layer more, to count by
 
 Of the layers of a run on one stage these are there: the first two and the last two, which may differ from the rest or
-be lowered differently for what is next to them, and one between, which stands for all that are left out.
+be lowered differently for what is next to them, and one between, which stands for all that are left out (of many
+stages, the first, the last, and one between).
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from autopar.joint import StepGraph
 from autopar.layers import Cut, homes_of, units_of
 
 Value = TypeVar("Value")
+
+FEW_STAGES = 4
+"""Up to which two layers stand on either side of one that stands for others; beyond, one does, for speed: then figures
+are exact but for what a layer's neighbours change of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,9 @@ def _chosen(run: Run, cut: Cut) -> Numbers:
     start = 0
     for number in range(1, run.count + 1):
         if number == run.count or _stages(run, number, cut) != _stages(run, start, cut):
-            kept |= {start, min(start + 1, number - 1), min(start + 2, number - 1), max(number - 2, start), number - 1}
+            near = 2 if cut.num_stages <= FEW_STAGES else 1
+            kept |= {min(start + i, number - 1) for i in range(near + 1)}
+            kept |= {max(number - 1 - i, start) for i in range(near)}
             start = number
     return tuple(sorted(kept))
 

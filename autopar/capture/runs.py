@@ -205,7 +205,7 @@ def _same_values(left: Any, right: Any, i: int, j: int) -> bool:
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_same_values(left[key], right[key], i, j) for key in left)
     if isinstance(left, int) and not isinstance(left, bool):
-        return left == right or left - right == i - j
+        return bool(left == right or left - right == i - j)
     if isinstance(left, functools.partial):
         parts = [(p.func, p.args, p.keywords) for p in (left, right)]
         return _same_values(parts[0], parts[1], i, j)

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class ForwardStep:
     """The forward of a model on a batch."""
 
     microbatches = 1
+    microbatches_are_free = False
+    """Whether the planner chooses their number."""
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], batch: Any) -> None:
         """`model`: a module on CPU or meta, or a factory of one, which is called under `torch.device("meta")`.
@@ -78,13 +80,13 @@ class ForwardStep:
 
     def with_microbatches(self, microbatches: int) -> Self:
         """This step with another number of microbatches; itself where it has as many."""
-        if microbatches == self.microbatches:
+        if microbatches == self.microbatches and not self.microbatches_are_free:
             return self
         check_divides(batch_size(self.batch_tensors()), microbatches)
         other = copy.copy(self)
         for name in ("_captured", "_folded"):
             other.__dict__.pop(name, None)
-        other.microbatches = microbatches
+        other.microbatches, other.microbatches_are_free = microbatches, False
         return other
 
     # -- capture -------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class TrainStep(ForwardStep):
         *,
         loss: Callable[[Any, Any], Tensor] | None = None,
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-        microbatches: int = 1,
+        microbatches: int | Literal["auto"] = 1,
         precision: str = "fp32",
         clip_norm: float | None = None,
     ) -> None:
@@ -167,6 +169,7 @@ class TrainStep(ForwardStep):
         `loss(output, batch)`: by default the output itself, its `.loss` or its "loss". With it, the batch may hold more
         than the model's forward takes.
         `optimizer(params)`: any `torch.optim` optimizer; AdamW by default.
+        `microbatches`: into how many parts the batch goes; "auto" leaves it to the planner.
         `precision`: "fp32", or "mixed": bf16 parameters and gradients, fp32 master parameters and optimizer state.
         `clip_norm`: the 2-norm of all gradients that the optimizer takes is clipped to this, as by
         `torch.nn.utils.clip_grad_norm_`; a step's metrics then have `grad_norm`, the norm before that.
@@ -174,7 +177,8 @@ class TrainStep(ForwardStep):
         """
         self.loss = loss
         self.optimizer_factory: Callable[[list[nn.Parameter]], Optimizer] = optimizer or torch.optim.AdamW
-        self.microbatches = microbatches
+        self.microbatches_are_free = microbatches == "auto"
+        self.microbatches = 1 if microbatches == "auto" else microbatches
         self.precision = precision
         self.clip_norm = clip_norm
         super().__init__(model, batch)
@@ -182,7 +186,7 @@ class TrainStep(ForwardStep):
             raise CaptureError(f"precision={precision!r}: expected 'fp32' or 'mixed'")
         if clip_norm is not None and not clip_norm > 0:
             raise CaptureError(f"clip_norm={clip_norm!r}: expected a number above 0, or None for no clipping")
-        check_divides(batch_size(self.batch_tensors()), microbatches)
+        check_divides(batch_size(self.batch_tensors()), self.microbatches)
 
     @property
     def trainable_names(self) -> tuple[str, ...]:

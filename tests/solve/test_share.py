@@ -10,16 +10,16 @@ from torch import nn
 from autopar import TrainStep
 from autopar.capture.folding import Folded
 from autopar.cluster import parse_cluster
+from autopar.fitting import GAP
 from autopar.layers import Cut
 from autopar.mesh import Mesh
 from autopar.pins import parse_pins
-from autopar.planning import GAP, _Search
-from autopar.rules.found import FoundRules
 from autopar.skeletons import Skeletons
 from autopar.solve.build import build_problem
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
 from autopar.solve.share import canonical_keys, share, solve_shared
+from autopar.trials import Trials
 from tests.virtual.step_models import step_of
 
 
@@ -38,15 +38,15 @@ class Layers(nn.Module):
 
 def built(count: int, mesh: str = "pp=1 dp=2 tp=2"):
     step = TrainStep(Layers(count), torch.randn(8, 16, 64))
-    search = search_of(step, "4xcpu")
-    graph = search.skeletons.graph(Cut.single(search.skeletons.units))
-    return build_problem(graph, search._setting(graph, Mesh.parse(mesh)))
+    trials = trials_of(step, "4xcpu")
+    graph = trials.skeletons.graph(Cut.single(trials.skeletons.units))
+    return build_problem(graph, trials.setting(graph, Mesh.parse(mesh)))
 
 
-def search_of(step: TrainStep, cluster: str, pins: str = "") -> _Search:
-    """A search with all layers of the step."""
+def trials_of(step: TrainStep, cluster: str, pins: str = "") -> Trials:
+    """Trials with all layers of the step."""
     skeletons = Skeletons(Folded(step.capture()), step.microbatches, {})
-    return _Search(step, skeletons, FoundRules(), parse_cluster(cluster), parse_pins(pins), 1e9, lambda _: None)
+    return Trials(step, skeletons, parse_cluster(cluster), parse_pins(pins), 1e9)
 
 
 def test_nodes_of_equal_layers_are_one_group():
@@ -85,9 +85,9 @@ def test_a_node_more_in_one_layer_shifts_no_other():
     """The decisions of Llama's layers, of which the first has a relay less, are numbered alike (found by a plan with
     two all-to-alls around a relay of the first layer, which decided as another relay of the others)."""
     step = step_of("llama, 3 layers")
-    search = search_of(step, "2xcpu", "tp=2")
-    graph = search.skeletons.graph(Cut.single(search.skeletons.units))
-    problem = build_problem(graph, search._setting(graph, Mesh.parse("pp=1 dp=1 tp=2")))
+    trials = trials_of(step, "2xcpu", "tp=2")
+    graph = trials.skeletons.graph(Cut.single(trials.skeletons.units))
+    problem = build_problem(graph, trials.setting(graph, Mesh.parse("pp=1 dp=1 tp=2")))
     solution = solve_shared(problem, replace(problem.problem, limits=(), nodes=without_memory(problem)), gap=0.0)
     assert improvements(problem.problem, solution.choice) == []
 
@@ -126,11 +126,11 @@ def test_alike_nodes_share_what_each_would_have(pins, mesh, recompute):
     """The problem is the same as where every node derives its own strategies, prices and bytes."""
     step = step_of("gpt, 3 layers", 2)
     mesh = Mesh.parse(mesh)
-    search = search_of(step, "4xcpu", pins)
-    units = search.skeletons.units
+    trials = trials_of(step, "4xcpu", pins)
+    units = trials.skeletons.units
     cut = Cut.single(units) if mesh.num_stages == 1 else Cut.from_boundaries(units, [0, len(units) // 2])
-    graph = search.skeletons.graph(cut)
-    setting = replace(search._setting(graph, mesh), recompute=recompute)
+    graph = trials.skeletons.graph(cut)
+    setting = replace(trials.setting(graph, mesh), recompute=recompute)
     shared = build_problem(graph, setting)
     alone = build_problem(graph, replace(setting, alike=lambda node, rule: node))
     assert shared.strategies == alone.strategies

@@ -37,7 +37,9 @@ class Relaxed:
         if not self.solution.choice:
             return math.inf
         found = evaluate(self.built.problem, self.solution.choice)
-        fits = all(used <= stages * limit.threshold for used, limit in zip(found.usage, self.built.problem.limits))
+        fits = all(
+            used <= stages * limit.threshold for used, limit in zip(found.usage, self.built.problem.limits, strict=True)
+        )
         return self.solution.objective if fits else math.inf
 
     def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:

@@ -72,6 +72,15 @@ def _fail(message: str, status: int) -> int:
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON alone on stdout.")
 
 
+class _Count(click.ParamType):  # type: ignore[type-arg]
+    """A number of at least 1, or "auto"."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else click.IntRange(1).convert(value, param, ctx)
+
+
 def _step_options(command: Command) -> Command:
     """MODEL, and what the command line says about the step, the cluster and the search."""
     for option in reversed(
@@ -80,7 +89,7 @@ def _step_options(command: Command) -> Command:
             click.option("--cluster", "-c", required=True, help="2xcpu, 8xh100, 16x8xh100, auto, or a cluster file."),
             click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
             click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
-            click.option("--microbatches", type=click.IntRange(1), help="Microbatches of one optimizer step."),
+            click.option("--microbatches", type=_Count(), help="Microbatches of one step; auto: what is fastest."),
             click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
             click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
             click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
@@ -264,7 +273,7 @@ def _request(
     cluster: str,
     batch: int | None,
     seq: int | None,
-    microbatches: int | None,
+    microbatches: int | str | None,
     precision: str | None,
     clip_norm: float | None,
     pins: tuple[str, ...],

@@ -18,7 +18,7 @@ from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.mesh_layout import axis_link
-from autopar.errors import VerificationError
+from autopar.errors import LayersDifferError, VerificationError
 from autopar.garbage import collected_seldom
 from autopar.joint import StepGraph, join
 from autopar.key_globs import matches_any
@@ -40,7 +40,13 @@ def compile(step: ForwardStep, plan: Plan) -> Program:
     """Builds the program of `plan` for `step`; raises `PlanError` when the plan was made for another step."""
     step = step.with_microbatches(plan.microbatches)
     captured = step.capture()
-    require_valid_for(plan, valid_for(step, captured))
+    actual = valid_for(step, captured)
+    if step.unfold() and plan.valid_for.graph_hash != actual.graph_hash:
+        raise LayersDifferError(
+            "the model treats layers differently that seemed equal by their modules, and the plan looked at few of "
+            "them; plan this step again: with all layers captured, each is looked at"
+        )
+    require_valid_for(plan, actual)
     require_proven(captured.graphs, plan.rules)
     units, _ = units_of(captured.gradient.graph)
     cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))

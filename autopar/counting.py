@@ -8,6 +8,8 @@ is held within one layer, or between two, at one call of the step, rises by the 
 that is added elsewhere: whatever is kept of a layer is there all that while, or isn't. So two sizes tell every size,
 exactly; and so for what is sent.
 
+Limits on what is in flight at once may bind in the whole and not with few layers: then the figure is on the safe side.
+
 Invariant: with nothing to grow, these are the accountant's figures of the pipeline itself.
 """
 

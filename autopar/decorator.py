@@ -18,7 +18,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from autopar.capture import TrainStep
 from autopar.cluster import Cluster, parse_cluster
-from autopar.errors import CaptureError, Error, PlanError
+from autopar.errors import CaptureError, Error, LayersDifferError, PlanError
 from autopar.pins import Pins
 from autopar.plans import Plan
 from autopar.program.ranks import join, own_device
@@ -44,7 +44,7 @@ class Options:
     cluster: str | Cluster
     pin: str | Sequence[str] | Pins | None
     memory: str | float | None
-    microbatches: int
+    microbatches: int | Literal["auto"]
     precision: str | None
     clip_norm: float | None
     seed: int
@@ -86,8 +86,17 @@ class Session:
 
         step = self.step(batch)
         options = self.options
-        self.plan = agree(lambda: plan(step, self.cluster(), pin=options.pin, memory=options.memory))
-        self.trainer = compile(step, self.plan).start(seed=options.seed)
+
+        def planned() -> Plan:
+            return plan(step, self.cluster(), pin=options.pin, memory=options.memory)
+
+        self.plan = agree(planned)
+        try:
+            program = compile(step, self.plan)
+        except LayersDifferError:  # on every rank: now that all layers are captured, the plan looks at each
+            self.plan = agree(planned)
+            program = compile(step, self.plan)
+        self.trainer = program.start(seed=options.seed)
 
 
 class Parallelized(nn.Module):
@@ -138,7 +147,7 @@ def parallelize(
     cluster: str | Cluster = "auto",
     pin: str | Sequence[str] | Pins | None = None,
     memory: str | float | None = None,
-    microbatches: int = 1,
+    microbatches: int | Literal["auto"] = 1,
     precision: str | None = None,
     clip_norm: float | None = None,
     seed: int = 0,

@@ -19,6 +19,10 @@ class PlanError(Error):
     """A plan, a pin or a cluster doesn't fit what it is used with."""
 
 
+class LayersDifferError(PlanError):
+    """A plan looked at few of the layers that seemed equal, and the model treats them differently."""
+
+
 class InfeasibleError(Error):
     """No plan fits the memory of the cluster's devices; the message says what would."""
 

@@ -38,7 +38,8 @@ class StepOptions:
 
     batch: int | None = None
     seq: int | None = None
-    microbatches: int | None = None
+    microbatches: int | str | None = None
+    """A number, or "auto"."""
     precision: str | None = None
     clip_norm: float | None = None
 
@@ -129,7 +130,8 @@ def _step_of_config(file: Path, options: StepOptions) -> TrainStep:
     tokens = torch.randint(config.vocab_size, (options.batch or 8, seq), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens}
     factory = functools.partial(_model_of, config)
-    microbatches, precision = options.microbatches or 1, options.precision or "fp32"
+    microbatches: Any = options.microbatches or 1
+    precision = options.precision or "fp32"
     clip_norm = options.clip_norm
     return _guarded(  # type: ignore[no-any-return]
         lambda: TrainStep(factory, batch, microbatches=microbatches, precision=precision, clip_norm=clip_norm),

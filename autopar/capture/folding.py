@@ -161,9 +161,10 @@ class _Unfolding:
                 raise self._unequal("counts of the whole batch need them")
 
     def _check_readers(self, node: Node) -> None:
-        """A period is read by itself and those next to it, and its results are returned."""
-        number = self.place[node][0]
-        near = (0, self._first, self._last) if number == self._first else (self._first, *self.run.kept[2:])
+        """A period is read by itself and those next to it, the last but one by what follows the run, too (a residual
+        sum after the last layer), and its results are returned."""
+        number, outside = self.place[node][0], _OUTSIDE[0]
+        near = (0, self._first, self._last) if number == self._first else (self._first, *self.run.kept[2:], outside)
         for user in node.users:
             if user.op != "output" and self.place.get(user, _OUTSIDE)[0] not in near:
                 raise self._unequal(f"{user.name}, which is far from it, reads {node.name}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.capture.batches import BatchForm, batch_size, check_divides, microbatch
 from autopar.capture.folding import Folded, UnequalError
 from autopar.capture.gradient import Request, Traced, trace_gradient
-from autopar.capture.graphs import RANDOM_KEY, Captured, Role
+from autopar.capture.graphs import RANDOM_KEY, Captured, Role, graph_hash
 from autopar.capture.runs import equal_runs, shortened
 from autopar.capture.update import capture_updates
 from autopar.errors import CaptureError
@@ -97,6 +97,14 @@ class ForwardStep:
     def fold(self) -> Folded:
         """The step with few of its equal layers traced; where that can't be done, with all of them."""
         return self._folded
+
+    def unfold(self) -> bool:
+        """Gives up folded layers that all layers, once captured, turn out not to be; returns whether they weren't."""
+        folded = self.__dict__.get("_folded")
+        if folded is None or not folded.runs or graph_hash(folded.whole) == graph_hash(self.capture()):
+            return False
+        self._folded = Folded(self.capture())
+        return True
 
     def symbolic_shapes(self) -> dict[str, tuple[Any, ...]]:
         """Per node of the gradient graph its shape as sympy expressions in `b` (microbatch) and `s` (sequence)."""

@@ -14,10 +14,12 @@ from autopar.capture.folding import Folded
 from autopar.capture.graphs import graph_hash
 from autopar.capture.runs import Repeats, equal_runs
 from autopar.capture.step import TrainStep
-from autopar.compiling import annotated
+from autopar.compiling import annotated, compile
+from autopar.errors import LayersDifferError
 from autopar.joint import StepGraph
 from autopar.layers import Cut, homes_of, units_of
 from autopar.mesh import Mesh
+from autopar.planning import plan
 from autopar.solve.build import BuiltProblem, build_problem
 from autopar.solve.problem import evaluate
 from tests.solve.test_recompute import setting_of
@@ -143,3 +145,70 @@ def test_blocks_are_compared_by_what_they_are() -> None:
     assert [(r.first, r.count) for r in equal_runs(model, {})] == [(8, 6)]
     model.blocks[10].weight = model.blocks[9].weight
     assert not equal_runs(model, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "pins", "memory"),
+    [
+        ("gpt", "2xcpu", "dp=2, zero=1", None),
+        ("gpt", "4xcpu", "dp=2, tp=2", None),
+        ("gpt", "2xcpu", "dp=2, zero=1, recompute=full", None),
+        ("gpt", "4xcpu", "pp=2, dp=2", None),
+        ("loop", "2xcpu", "tp=2", None),
+        ("gpt, one microbatch", "2xcpu", "dp=2, zero=3", None),
+    ],
+)
+def test_a_plan_of_a_folded_step_is_that_of_the_whole(name: str, cluster: str, pins: str, memory: str | None) -> None:
+    """Choices, seconds, bytes by class and collectives are those of a plan made with all layers; and it compiles."""
+    step, whole = STEPS[name](), STEPS[name]()
+    whole.capture()
+    assert step.fold().runs and not whole.fold().runs
+    small, large = (plan(s, cluster, pin=pins, memory=memory) for s in (step, whole))
+    assert small.estimate.objective_s == pytest.approx(large.estimate.objective_s, rel=1e-6)
+    if "full" in pins:  # the whole update reaches the limit of collectives in flight, which few layers don't
+        peaks = [made.estimate.memory[0].peak for made in (small, large)]
+        assert peaks[1] <= peaks[0] <= 1.05 * peaks[1]
+    else:
+        assert small.estimate.memory == large.estimate.memory
+    assert [replace(row, step_s=0) for row in small.estimate.collectives] == [
+        replace(row, step_s=0) for row in large.estimate.collectives
+    ]
+    assert small.valid_for == large.valid_for
+    assert small.choices == large.choices and small.recomputed == large.recomputed
+    assert small.node_stage == large.node_stage
+    assert compile(STEPS[name](), small).verify(num_steps=1).ok
+
+
+def test_a_pin_on_one_layer_unfolds_the_step() -> None:
+    made = plan(gpt_step(), "2xcpu", pin="tp=2, blocks.3.up: tp=none")
+    assert "blocks.3.up/autopar.linear/forward#0" not in made.choices
+    assert "blocks.4.up/autopar.linear/forward#0" in made.choices
+
+
+class Secret(Loop):
+    """Treats one layer unlike the others, though its module is like theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) * (2 if getattr(block, "doubles", lambda: False)() else 1)
+        return x.square().mean()
+
+
+class Quiet(nn.Linear):
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__(width, width)
+        self.number = number
+
+    def doubles(self) -> bool:
+        return self.number == 4
+
+
+def test_layers_that_only_seem_equal_are_found_out_when_compiled() -> None:
+    model = Secret()
+    model.blocks = nn.ModuleList(Quiet(8, number) for number in range(9))
+    step = TrainStep(model, torch.randn(8, 8))
+    made = plan(step, "2xcpu", pin="dp=2")
+    with pytest.raises(LayersDifferError, match="plan this step again"):
+        compile(step, made)
+    again = plan(step, "2xcpu", pin="dp=2")
+    assert compile(step, again).verify(num_steps=1).ok

@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph
 
 from autopar.capture.batches import batch_size
 from autopar.capture.folding import Folded
@@ -83,6 +85,16 @@ def _as_pinned(folded: Folded, pins: Pins) -> Folded:
     return folded
 
 
+def _paths(graph: Graph) -> Iterator[str]:
+    yield from (node.meta.get("path", "") for node in graph.nodes)
+
+
+def _modules(paths: Iterable[str]) -> set[str]:
+    """Module paths, and those of the modules around them."""
+    parts = (path.split(".") for path in set(paths))
+    return {".".join(names[:count]) for names in parts for count in range(1, len(names) + 1)}
+
+
 @dataclass(slots=True)
 class _Open:
     """A mesh at a number of microbatches that isn't solved yet."""
@@ -120,7 +132,9 @@ class _Search:
         self.counts = self._counts()
         first, *others = self.counts
         trials = self._trials(first)
-        require_wanted(trials.skeletons.folded.captured.gradient.graph, self.pins.recompute)
+        graph = trials.skeletons.folded.captured.gradient.graph
+        require_wanted(graph, self.pins.recompute)
+        self.pins.check(("pp", "dp", "tp"), _modules((*_paths(graph), *trials.step.parameter_names)))
         meshes = self._meshes(trials)
         waiting: list[_Open] = list(self._unfitting(trials, meshes))
         for count in others:

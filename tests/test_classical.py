@@ -193,10 +193,10 @@ SEQUENCE = "tp=2, blocks.*.norm*: tp=seq, norm: tp=seq"
 
 
 def per_layer(num_devices: int, pins: str, microbatches: int = 1) -> Counter[Call]:
-    """What a second layer adds to the collectives of one."""
-    one, two = (calls(f"gpt, {n} wide layers", microbatches, num_devices, pins) for n in (1, 2))
-    assert not one - two, "a layer more takes a collective away"
-    return two - one
+    """What a third layer adds to the collectives of two (of which one may have another plan that costs the same)."""
+    two, three = (calls(f"gpt, {n} wide layers", microbatches, num_devices, pins) for n in (2, 3))
+    assert not two - three, "a layer more takes a collective away"
+    return three - two
 
 
 def test_megatron_all_reduces_twice_forward_and_twice_backward_per_layer() -> None:

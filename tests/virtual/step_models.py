@@ -165,7 +165,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
             token_batch,
             momentum,
         )
-        for n in (1, 2)
+        for n in (1, 2, 3)
     },
     "gpt, odd sizes": (functools.partial(gpt, width=15, heads=3, vocab=25), lambda: token_batch(6), adamw),
     "perceptrons, 8 rows": (Perceptrons, lambda: token_batch(8), adamw),

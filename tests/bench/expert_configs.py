@@ -76,12 +76,14 @@ def pins_of(row: dict[str, Any]) -> list[str]:
 def measured(row: dict[str, Any], free: bool) -> dict[str, Any]:
     """The row with what was found."""
     step, found = step_of(row), dict(row)
-    for name, pins in [("pinned", pins_of(row)), *([("free", None)] if free else [])]:
+    # What ran did fit, with ops fused that our programs run one by one: it is priced whatever it would hold.
+    for name, pins, memory in [("pinned", pins_of(row), "10000GiB"), *([("free", None, None)] if free else [])]:
         started = time.perf_counter()
         try:
-            made = plan(step, row["cluster"], pin=pins)
-        except InfeasibleError:  # what ran did fit, but runs ops fused that our programs don't: then price it as it is
-            made = plan(step, row["cluster"], pin=pins, memory="10000GiB")
+            made = plan(step, row["cluster"], pin=pins, memory=memory)
+        except InfeasibleError as error:
+            found[name] = {"error": str(error)}
+            continue
         found[name] = facts(made) | {"planning_s": time.perf_counter() - started}
     return found
 

@@ -53,7 +53,7 @@ def loop_step(microbatches: int = 2) -> TrainStep:
     return TrainStep(Loop(), torch.randn(8, 8), microbatches=microbatches)
 
 
-STEPS = {"gpt": gpt_step, "loop": loop_step, "gpt, one microbatch": lambda: gpt_step(1)}
+STEPS = {"gpt": gpt_step, "loop": loop_step}
 
 
 @functools.cache
@@ -108,7 +108,6 @@ def expanded(small: BuiltProblem, large: BuiltProblem, step: StepGraph, choice: 
     ("name", "numbers", "mesh", "recompute"),
     [
         ("gpt", (0, 1, 3, 5, 6), "dp=2", "auto"),
-        ("gpt, one microbatch", (0, 1, 5, 6), "dp=2", "none"),
         ("loop", (0, 1, 4, 5), "dp=2 tp=2", "none"),
         ("loop", (0, 1, 3, 5), "dp=2", "auto"),
         ("gpt", (0, 1, 3, 4, 5, 6), "pp=2 dp=2", "auto"),
@@ -163,7 +162,6 @@ def test_blocks_are_compared_by_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("name", "cluster", "pins"),
     [
-        ("gpt", "2xcpu", "dp=2, zero=1, recompute=full"),
         ("gpt", "4xcpu", "pp=2, dp=2"),
         ("loop", "2xcpu", "tp=2"),
     ],
@@ -173,11 +171,7 @@ def test_a_plan_of_a_folded_step_is_that_of_the_whole(name: str, cluster: str, p
     step, whole = folded_step(name), whole_step(name)
     small, large = (plan(s, cluster, pin=pins) for s in (step, whole))
     assert small.estimate.objective_s == pytest.approx(large.estimate.objective_s, rel=1e-6)
-    if "full" in pins:  # the whole update reaches the limit of collectives in flight, which few layers don't
-        peaks = [made.estimate.memory[0].peak for made in (small, large)]
-        assert peaks[1] <= peaks[0] <= 1.05 * peaks[1]
-    else:
-        assert small.estimate.memory == large.estimate.memory
+    assert small.estimate.memory == large.estimate.memory
     assert [replace(row, step_s=0) for row in small.estimate.collectives] == [
         replace(row, step_s=0) for row in large.estimate.collectives
     ]

@@ -149,7 +149,7 @@ def random_solution(built: BuiltProblem, seed: int) -> tuple[int, ...]:
     return solve(replace(built.problem, nodes=nodes, limits=()), gap=0.05).choice
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_limits_count_what_the_program_saves(seed: int) -> None:
     """On one rank: the forward's saved storages are the values that the solution keeps, to the byte."""
     step, mesh = step_of("llama, 2 layers"), Mesh.parse("dp=1")
@@ -341,7 +341,7 @@ def test_globs_name_whole_modules_and_keep_out_the_rest() -> None:
     assert forward_globs(again[:2], kept + again[2:]) == ("h.0.*/forward#*",)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_globs_match_exactly_on_random_sets(seed: int) -> None:
     rng = random.Random(seed)
     keys = [f"h.{i}.{m}/{op}/forward#{k}" for i in range(3) for m in ("a", "a.b", "c") for op in "xy" for k in range(2)]

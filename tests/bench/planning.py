@@ -42,7 +42,7 @@ def model(layers: int) -> Any:
 
 def seconds(layers: int, cluster: str, pins: str) -> tuple[float, float, float]:
     """(capture, search, both) of one plan whose memory doesn't bind."""
-    tokens = torch.zeros(16, 8192, dtype=torch.long)
+    tokens = torch.zeros(64, 8192, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
     step = TrainStep(functools.partial(model, layers), batch, microbatches=4, precision="mixed")
     started = time.perf_counter()

@@ -94,23 +94,27 @@ class Trials:
 
     def kept_bytes(self) -> float:
         """What the forward of one microbatch leaves to its backward, on all devices together."""
-        found, times = homes_of(self.whole.graph), self.whole.repeats.times
-        kept = {
-            node: times(found[node])
-            for node in self.whole.graph.nodes
-            if is_forward(node) and not is_view(node) and node.target is not markers.relay
-            if any(user.meta.get("phase") == "backward" for user in node.users)
-        }
-        return float(sum(nbytes(node.meta["val"]) * count for node, count in kept.items()))
+        return float(
+            sum(
+                nbytes(node.meta["val"]) * times
+                for node, times in self._times().items()
+                if is_forward(node) and not is_view(node) and node.target is not markers.relay
+                if any(user.meta.get("phase") == "backward" for user in node.users)
+            )
+        )
+
+    def _times(self) -> dict[Node, int]:
+        """In how many layers each node of the one-stage graph runs."""
+        whole = self.whole
+        return {node: whole.repeats.times(home) for node, home in homes_of(whole.graph).items()}
 
     # -- bounds ------------------------------------------------------------------------------------------------
     def least_s(self, meshes: Iterable[Mesh]) -> dict[Mesh, float]:
         """What the ops alone take in each mesh's pipeline, the ranks of a stage sharing each of them equally."""
-        homes, times = homes_of(self.whole.graph), self.whole.repeats.times
         levels: dict[str, dict[Node, int]] = {"microbatch": {}, "step": {}}
-        for node in self.whole.graph.nodes:
+        for node, times in self._times().items():
             if "level" in node.meta:
-                levels[node.meta["level"]][node] = times(homes[node])
+                levels[node.meta["level"]][node] = times
 
         @functools.cache
         def seconds(level: str, ranks: int) -> float:
@@ -126,17 +130,17 @@ class Trials:
     def order(self, mesh: Mesh) -> float:
         """Seconds to move, at each matmul, its smallest tensor over `dp` and its results over `tp`: tells meshes that
         promise something from others, no more. Where `dp` has more ranks than there are samples, it moves results."""
-        price, homes, times = prices(self.cluster, mesh), homes_of(self.whole.graph), self.whole.repeats.times
+        price = prices(self.cluster, mesh)
         dp, tp = mesh.size("dp"), mesh.size("tp")
         samples = max(1, batch_size(self.step.batch_tensors()) // self.microbatches)
         moved = 0.0
-        for node in self.whole.graph.nodes:
+        for node, times in self._times().items():
             if "rule" in node.meta and node.meta["level"] == "microbatch" and flops(node):
                 results = nbytes(node.meta["val"])
                 weight = min(results, *(nbytes(operand.meta["val"]) for operand in tensor_operands(node)))
                 seconds = price("all_gather", "dp", weight / tp) + price("reduce_scatter", "tp", results / dp)
                 seconds += price("reduce_scatter", "dp", results / samples) if dp > samples else 0.0
-                moved += times(homes[node]) * seconds
+                moved += times * seconds
         return moved
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,10 +62,6 @@ def _fake_mode(graph: Graph) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-_EVALUATED: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
-"""What calls gave, by what they were given: equal layers, and the next lowering of the same step, ask the same."""
-
-
 def _signature(value: Any) -> Any:
     """Equal for arguments of which a call's fake result is the same."""
     if isinstance(value, torch.Tensor):
@@ -85,6 +80,8 @@ class Localiser:
     graph: Graph
     mesh: Mesh
     mode: FakeTensorMode
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What calls gave, by what they were given: equal layers ask the same."""
 
     def localise(self, node: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
@@ -132,11 +129,11 @@ class Localiser:
             with self.mode:
                 return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
         assert callable(node.target), node.format_node()
-        known, call = _EVALUATED.setdefault(self.mode, {}), _signature((node.target, args, kwargs))
-        if call not in known:
+        call = _signature((node.target, args, kwargs))
+        if call not in self.known:
             with self.mode:
-                known[call] = node.target(*args, **kwargs)
-        return known[call]
+                self.known[call] = node.target(*args, **kwargs)
+        return self.known[call]
 
     def _check(self, node: Node) -> None:
         layouts = node.meta.get("layout")

@@ -4,7 +4,7 @@
 
 The numbers are those of `torch.nn.utils.clip_grad_norm_` on one device. A gradient's sum of squares is partial over the
 axes that split the gradient, and partial sums are added before they are reduced: so a stage has one scalar all-reduce
-per axis, not one per parameter. Each stage's sum goes to every other stage, which adds them up itself.
+per axis, not one per parameter. Each stage's sum goes, reduced, to every other stage, which adds them up itself.
 
 Invariants:
 - a gradient counts once, tied parameters as the one parameter that they are;
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.markers import plus
+from autopar.markers import plus, relay
 
 aten = torch.ops.aten
 
@@ -38,6 +38,8 @@ def clip_by_norm(graph: Graph, gradients: Mapping[str, Node], limit: float) -> t
         stage, squares = gradient.meta["stage"], _squares(graph, gradient, name)
         before = totals.get(stage)
         totals[stage] = squares if before is None else _call(graph, plus, (before, squares), squares, path=name)
+    if len(totals) > 1:  # reduced once, by the stage's own ranks, before others get it
+        totals = {stage: _call(graph, relay, (total,), total, path="", is_whole=True) for stage, total in totals.items()}
     norms = {stage: _norm(graph, stage, list(totals.values())) for stage in sorted(totals)}
     scales = {stage: _scale(graph, norm, limit) for stage, norm in norms.items()}
     clipped = {
@@ -58,7 +60,7 @@ def _squares(graph: Graph, gradient: Node, name: str) -> Node:
 
 def _norm(graph: Graph, stage: int, totals: list[Node]) -> Node:
     """The norm, as `stage` computes it from every stage's total."""
-    here = {"phase": "update", "stage": stage, "path": ""}
+    here = {"phase": "update", "stage": stage, "path": "", "is_whole": True}
     total = functools.reduce(lambda a, b: _call(graph, plus, (a, b), a, **here), totals)
     return _call(graph, aten.sqrt.default, (total,), total, **here)
 

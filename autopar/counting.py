@@ -1,12 +1,15 @@
 """What a plan holds and sends, counted on few of its equal layers.
 
-    counts = count(pipeline, [(grown, growth), …])
+    counts = count(pipeline, [Growth(…)], places("1f1b", num_stages, microbatches, likeness))
     counts.profiles[stage].peak, counts.traffic
 
 A plan is lowered with few layers of each run, and once more with one layer more of those that stand for several. What
 is held within one layer, or between two, at one call of the step, rises by the same number of bytes with each layer
 that is added elsewhere: whatever is kept of a layer is there all that while, or isn't. So two sizes tell every size,
 exactly; and so for what is sent.
+
+Of a pipeline of many stages, the few that are there stand for the others (`skeletons.Likeness`): what a stage holds
+follows from its own actions in the whole schedule, and those of its neighbours.
 
 Limits on what is in flight at once may bind in the whole and not with few layers: then the figure is on the safe side.
 
@@ -15,13 +18,16 @@ Invariant: with nothing to grow, these are the accountant's figures of the pipel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from autopar.program.actions import Action
 from autopar.program.allocations import CLASSES
 from autopar.program.memory import MemoryProfile, Region, greatest, stage_peaks
 from autopar.program.parts import Pipeline
+from autopar.program.schedule import Schedule, make_schedule, steady_after
 from autopar.program.traffic import Traffic, traffic
+from autopar.skeletons import Likeness
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +42,54 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A stage that is there, and the actions of all that are there, when it stands for some stage of the pipeline."""
+
+    stage: int
+    schedule: Schedule
+
+
+def places(name: str, num_stages: int, microbatches: int, likeness: Likeness) -> Iterator[Place]:
+    """For each stage of a pipeline that runs the schedule `name`: its like, with the actions of it and its neighbours.
+
+    They go on for as long as something new may come of it (`steady_after`).
+    """
+    microbatches = int(min(microbatches, steady_after(name, num_stages)))
+    whole = make_schedule(name, num_stages, microbatches)
+    for stage, like in enumerate(likeness.like):
+        near = (min(max(stage + other - like, 0), num_stages - 1) for other in range(len(likeness.kept)))
+        yield Place(like, tuple(_numbered(whole[there], number) for number, there in enumerate(near)))
+
+
+def _numbered(row: Sequence[str], stage: int) -> tuple[str, ...]:
+    """The actions of a row as those of `stage`."""
+    return tuple(str(replace(Action.parse(text), stage=stage)) for text in row)
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
-    """Per stage the profile at its peak; the traffic of a step."""
+    """Per place the profile at its peak; the traffic of a step, by the stages that are there."""
 
     profiles: tuple[MemoryProfile, ...]
     traffic: tuple[Traffic, ...]
 
     @property
     def peaks(self) -> list[int]:
-        """Bytes, per stage."""
+        """Bytes, per place."""
         return [profile.peak for profile in self.profiles]
 
 
-def count(pipeline: Pipeline, growths: Sequence[Growth] = ()) -> Counts:
-    """The figures of the plan that `pipeline` and its growths stand for."""
-    stages = range(pipeline.mesh.num_stages)
-    return Counts(tuple(_profile(pipeline, growths, stage) for stage in stages), tuple(_traffic(pipeline, growths)))
+def count(pipeline: Pipeline, growths: Sequence[Growth], at: Iterable[Place]) -> Counts:
+    """The figures of the plan that `pipeline` and its growths stand for, `at` some places."""
+    profiles = tuple(_profile(pipeline, growths, place) for place in at)
+    return Counts(profiles, tuple(_traffic(pipeline, growths)))
 
 
-def _profile(pipeline: Pipeline, growths: Sequence[Growth], stage: int) -> MemoryProfile:
-    few = stage_peaks(pipeline, stage)
-    more = [(stage_peaks(growth.pipeline, stage), growth) for growth in growths if growth.times[stage]]
+def _profile(pipeline: Pipeline, growths: Sequence[Growth], place: Place) -> MemoryProfile:
+    stage = place.stage
+    few = stage_peaks(replace(pipeline, schedule=place.schedule), stage)
+    grown = [(replace(growth.pipeline, schedule=place.schedule), growth) for growth in growths if growth.times[stage]]
+    more = [(stage_peaks(larger, stage), growth) for larger, growth in grown]
     found = {}
     for region in few:
         for number, moved in enumerate(_places(region, [growth for _, growth in more])):

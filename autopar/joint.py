@@ -63,7 +63,7 @@ class StepGraph:
 def join(captured: Captured, microbatches: int, cut: Cut | None = None, repeats: Repeats | None = None) -> StepGraph:
     """Builds the step graph; without `cut` there is one stage, without `repeats` each layer stands for itself."""
     cut = cut or Cut.single(units_of(captured.gradient.graph)[0])
-    return replace(_Joiner(captured, microbatches, cut).build(), repeats=repeats or Repeats())
+    return _Joiner(captured, microbatches, cut, repeats or Repeats()).build()
 
 
 @dataclass(slots=True)
@@ -71,6 +71,7 @@ class _Joiner:
     captured: Captured
     microbatches: int
     cut: Cut
+    repeats: Repeats
     graph: Graph = field(default_factory=Graph)
     env: dict[tuple[Node, int], Node] = field(default_factory=dict)
     inputs: dict[Role, Node] = field(default_factory=dict)
@@ -96,8 +97,8 @@ class _Joiner:
         final.meta["roles"] = tuple(role for role, _ in outputs)
         self.graph.eliminate_dead_code()  # the sum of a tied gradient that is summed over stages once a step instead
         self._share_through_relays()
-        _write_keys(self.graph)
-        return StepGraph(self.graph, self.cut, pairs)
+        _write_keys(self.graph, self.repeats)
+        return StepGraph(self.graph, self.cut, pairs, self.repeats)
 
     # -- inputs ------------------------------------------------------------------------------------------------
     def _add_inputs(self) -> None:
@@ -371,16 +372,21 @@ def _stage_by_path(path: str, paths: dict[str, int]) -> int | None:
     return None
 
 
-def _write_keys(graph: Graph) -> None:
-    """Nodes that run between layers are numbered anew in each: a layer's keys don't depend on what precedes it."""
-    counts: Counter[str] = Counter()
+def _write_keys(graph: Graph, repeats: Repeats) -> None:
+    """Nodes that run between layers are numbered anew in each: a layer's keys don't depend on what precedes it. Outside
+    of layers, what several stages compute, each for itself, is numbered anew on each: `cos/forward#0`, then `#0@1`."""
+    counts: Counter[tuple[str, int]] = Counter()
+    first: dict[str, int] = {}
     homes = homes_of(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["key"] = f"{node.meta['role'].kind}:{node.meta['role'].name}"
         elif node.op == "call_function":
-            path, home = node.meta.get("path", ""), homes[node]
+            path, home, stage = node.meta.get("path", ""), homes[node], node.meta["stage"]
             where = path if block_of(path) or not home else f"{home}:{path}"
             base = f"{where}/{op_name(node)}/{node.meta['phase']}"
-            node.meta["key"] = f"{base}#{counts[base]}"
-            counts[base] += 1
+            stage = -1 if home else stage
+            on_stage = "" if first.setdefault(base, stage) == stage else f"@{repeats.first_stage(stage)}"
+            node.meta["key"] = f"{base}#{counts[base, stage]}{on_stage}"
+            counts[base, stage] += 1
+

@@ -56,6 +56,10 @@ class Mesh:
         """The mesh of one pipeline stage."""
         return Mesh(tuple(pair for pair in self.axes if pair[0] != PIPELINE_AXIS))
 
+    def with_stages(self, count: int) -> Mesh:
+        """The same with `count` pipeline stages, where it has any."""
+        return Mesh(tuple((name, count if name == PIPELINE_AXIS else size) for name, size in self.axes))
+
     def size(self, axis: str) -> int:
         """Number of ranks along `axis` (1 when the mesh has no such axis)."""
         return dict(self.axes).get(axis, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
@@ -11,11 +12,10 @@ from autopar.counting import Counts
 from autopar.layers import Cut
 from autopar.mesh import Mesh
 from autopar.plans import CollectiveRow, Estimate, MemoryRow, StageSpan, relative_gap
-from autopar.program.parts import Pipeline
-from autopar.program.schedule import bubble_fraction
+from autopar.program.schedule import bubble_fraction, chain_transfers, make_schedule
 from autopar.program.traffic import Traffic
-from autopar.solve.build import BuiltProblem
-from autopar.solve.problem import Solution, evaluate
+from autopar.solve.problem import evaluate
+from autopar.trials import Found
 
 
 def spans(cut: Cut) -> tuple[StageSpan, ...]:
@@ -27,22 +27,14 @@ def spans(cut: Cut) -> tuple[StageSpan, ...]:
 
 
 def estimate(
-    pipeline: Pipeline,
-    counts: Counts,
-    built: BuiltProblem,
-    solution: Solution,
-    bound: float,
-    cluster: Cluster,
-    capacity: float,
-    captured_s: float,
-    solved_s: float,
+    found: Found, bound: float, cluster: Cluster, capacity: float, captured_s: float, solved_s: float
 ) -> Estimate:
     """All figures of a solved plan; the objective is recomputed from the problem, independently of the solver."""
-    checked = evaluate(built.problem, solution.choice)
+    checked = evaluate(found.built.problem, found.solution.choice)
     objective = checked.objective
-    assert abs(objective - solution.objective) <= 1e-6 * max(objective, 1e-12), (objective, solution.objective)
-    stages, count = pipeline.mesh.num_stages, pipeline.microbatches
-    rows = (*checked.rows, *[0.0] * (2 * stages - len(checked.rows)))
+    assert abs(objective - found.solution.objective) <= 1e-6 * max(objective, 1e-12), (objective, found.solution)
+    there, counts = len(found.likeness.kept), found.counted()
+    rows = (*checked.rows, *[0.0] * (2 * there - len(checked.rows)))
     bound = min(bound, objective)
     return Estimate(
         objective_s=objective,
@@ -53,9 +45,9 @@ def estimate(
         solve_s=solved_s,
         memory_limit_bytes=int(capacity),
         memory=memory_rows(counts),
-        collectives=collective_rows(counts, pipeline.mesh, cluster),
-        bubble_fraction=_bubble(pipeline, rows[:stages]),
-        step_s=_parts(objective, rows, stages, count),
+        collectives=collective_rows(counts, found.mesh, cluster),
+        bubble_fraction=_bubble(found, [rows[like] for like in found.likeness.like]),
+        step_s=_parts(objective, rows, found.mesh, there, found.microbatches),
     )
 
 
@@ -84,19 +76,22 @@ def collective_rows(counts: Counts, mesh: Mesh, cluster: Cluster) -> tuple[Colle
     return tuple(rows)
 
 
-def _bubble(pipeline: Pipeline, microbatch_s: tuple[float, ...]) -> float:
+def _bubble(found: Found, microbatch_s: Sequence[float]) -> float:
     """Idle share of the schedule at the stages' times, a backward taking two thirds of a microbatch."""
-    if pipeline.mesh.num_stages == 1:
+    stages = found.mesh.num_stages
+    if stages == 1:
         return 0.0
     durations = {}
     for stage, seconds in enumerate(microbatch_s):
         durations[f"{stage}F"], durations[f"{stage}B"] = seconds / 3, seconds * 2 / 3
-    return bubble_fraction(pipeline.schedule, durations, pipeline.transfers)
+    all_there = len(found.likeness.kept) == stages
+    transfers = found.pipeline.transfers if all_there else chain_transfers(stages)
+    return bubble_fraction(make_schedule(found.schedule, stages, found.microbatches), durations, transfers)
 
 
-def _parts(objective: float, rows: tuple[float, ...], stages: int, count: int) -> dict[str, float]:
+def _parts(objective: float, rows: tuple[float, ...], mesh: Mesh, there: int, count: int) -> dict[str, float]:
     """The step time as work of the slowest stage, bubble, and update; sums to the objective."""
-    update = max(rows[stages : 2 * stages])
-    work = count * max(rows[:stages])
-    bubble = max(0.0, objective - update - work) if stages > 1 else 0.0
+    update = max(rows[there : 2 * there])
+    work = count * max(rows[:there])
+    bubble = max(0.0, objective - update - work) if mesh.num_stages > 1 else 0.0
     return {"microbatches": work, "bubble": bubble, "update": update}

@@ -23,7 +23,7 @@ from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
 from autopar.compiling import lower, prices
-from autopar.counting import Counts, Growth, count
+from autopar.counting import Counts, Growth, count, places
 from autopar.fitting import GAP, Fitting
 from autopar.joint import StepGraph
 from autopar.key_globs import forward_globs
@@ -36,7 +36,7 @@ from autopar.relaxed import Relaxed, fill
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.rules.nodes import is_view, tensor_operands
-from autopar.skeletons import Skeletons
+from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.costs import flops, least_seconds
@@ -58,6 +58,7 @@ class Found:
     mesh: Mesh
     microbatches: int
     cut: Cut
+    likeness: Likeness
     schedule: str
     texts: dict[str, str]
     recomputed: tuple[str, ...]
@@ -65,11 +66,19 @@ class Found:
     solution: Solution
     built: BuiltProblem
     pipeline: Pipeline
+    """Of the stages that are there."""
+    growths: list[Growth]
     counts: Counts
+    """At the first stage that each of those stands for, which holds most."""
 
     @property
     def peaks(self) -> list[int]:
         return self.counts.peaks
+
+    def counted(self) -> Counts:
+        """Of all stages."""
+        at = places(self.schedule, self.mesh.num_stages, self.microbatches, self.likeness)
+        return count(self.pipeline, self.growths, at)
 
     @property
     def again_text(self) -> str:
@@ -146,7 +155,7 @@ class Trials:
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
         step = self.whole
-        setting = replace(self.setting(step, mesh), mesh=mesh.spmd)
+        setting = replace(self.setting(Cut.single(self.skeletons.units), mesh), mesh=mesh.spmd)
         built = build_problem(step, setting)
         stages, count = mesh.num_stages, self.microbatches
         terms = (Term(fill(mesh, count), (0,)), Term(1 / stages, (1,)))
@@ -178,7 +187,7 @@ class Trials:
         near = built.picked(solution.choice) if solution.choice else ()
         if self.pins.recompute is None and self.may_recompute:
             step = self.skeletons.graph(cut)
-            built = build_problem(step, replace(self.setting(step, mesh), recompute="auto"))
+            built = build_problem(step, replace(self.setting(cut, mesh), recompute="auto"))
         solve: Callable[[Problem], Solution] = functools.partial(solve_shared, built, gap=GAP, near=near)
         if mesh.num_stages > 1:
             solve = self._staged(mesh, relaxed, built).solve
@@ -195,7 +204,7 @@ class Trials:
         cut = self._cut(mesh, relaxed)
         step = self.skeletons.graph(cut)
         is_built = mesh.num_stages == 1 and self.pins.recompute is None
-        setting = relaxed.setting if is_built else self.setting(step, mesh)
+        setting = relaxed.setting if is_built else self.setting(cut, mesh)
         assert isinstance(setting.allowed, PinRules)
         built = relaxed.built if is_built else build_problem(step, setting)
         require_all_matched(setting.allowed)
@@ -223,7 +232,7 @@ class Trials:
         return relaxed.solution if relaxed.solution.choice else solve_shared(built, unlimited(built.problem), gap=GAP)
 
     def _lowered(self, mesh: Mesh, cut: Cut, built: BuiltProblem, solution: Solution) -> Found:
-        step = self.skeletons.graph(cut)
+        step, likeness = self.skeletons.graph(cut), self.skeletons.likeness(cut)
         mesh, choices = self._named_by_role(mesh, step, built.choices(solution.choice))
         rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
         everywhere = self.skeletons.everywhere(step, choices)
@@ -233,17 +242,29 @@ class Trials:
         ops = self.skeletons.keys(step, built.recomputed(solution.choice))
         again = (*ops, *self.skeletons.keys(step, built.moved_again(solution.choice)))
         recomputed = forward_globs(again, keep_out=set(self.skeletons.keys(step, built.kept(solution.choice))))
-        schedule, price = self._schedule(), prices(self.cluster, mesh)
+        schedule, price, there = self._schedule(), prices(self.cluster, mesh), mesh.with_stages(len(likeness.kept))
 
         def made(graph: StepGraph) -> Pipeline:
             count, capacity = self.microbatches, int(self.capacity)
-            return lower(graph.copied(), everywhere, mesh, count, price, schedule, recomputed, capacity)
+            return lower(graph.copied(), everywhere, there, count, price, schedule, recomputed, capacity)
 
         growths = [Growth(made(each.step), each.follower, each.times) for each in self.skeletons.growths(cut)]
         pipeline = made(step)
-        counts = count(pipeline, growths)
+        at = [*places(schedule, mesh.num_stages, self.microbatches, likeness)]
         return Found(
-            mesh, self.microbatches, cut, schedule, texts, recomputed, len(ops), solution, built, pipeline, counts
+            mesh=mesh,
+            microbatches=self.microbatches,
+            cut=cut,
+            likeness=likeness,
+            schedule=schedule,
+            texts=texts,
+            recomputed=recomputed,
+            num_recomputed=len(ops),
+            solution=solution,
+            built=built,
+            pipeline=pipeline,
+            growths=growths,
+            counts=count(pipeline, growths, [at[stage] for stage in likeness.kept]),
         )
 
     def _named_by_role(self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]) -> tuple[Mesh, dict[str, Choice]]:
@@ -279,13 +300,17 @@ class Trials:
         assert found is not None
         return Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
 
-    def setting(self, step: StepGraph, mesh: Mesh) -> Setting:
+    def setting(self, cut: Cut, mesh: Mesh) -> Setting:
+        """What the graph of a cut is priced for, on the mesh of its own stages."""
+        step, likeness = self.skeletons.graph(cut), self.skeletons.likeness(cut)
         price, allowed = prices(self.cluster, mesh), bind_pins(self.pins, step.graph, mesh)
         stages, count = mesh.num_stages, self.microbatches
+        in_flight = _in_flight(stages, count)
         return Setting(
-            mesh=mesh,
+            mesh=mesh.with_stages(len(likeness.kept)),
             microbatches=count,
-            in_flight=_in_flight(stages, count),
+            in_flight=tuple(in_flight[stage] for stage in likeness.kept),
+            stage_times=likeness.times,
             capacity=self.capacity,
             compute=self._compute_s,
             resharder=Resharder(mesh, price),

@@ -54,7 +54,7 @@ class Folded:
     @property
     def repeats(self) -> Repeats:
         """What the traced layers stand for."""
-        return Repeats(self.runs, tuple(run.kept for run in self.runs))
+        return Repeats.of(self.runs, tuple(run.kept for run in self.runs))
 
     def check(self) -> None:
         """Raises `UnequalError` where the layers of a run aren't alike."""

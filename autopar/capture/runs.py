@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,18 +59,35 @@ class Run:
 
 
 Numbers = tuple[int, ...]
-"""Periods of a run that stand for all of them: each for those up to the next."""
+"""Periods of a run that stand for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which blocks stand for how many: of each run the periods that are there."""
+    """Which blocks stand for how many: of each run the periods that are there, and for how many in a row each stands;
+    of a pipeline of which some stages stand for others, too, the blocks (`twins`) that have a block's place there."""
 
     runs: tuple[Run, ...] = ()
     numbers: tuple[Numbers, ...] = ()
+    counts: tuple[Numbers, ...] = ()
+    twins: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    """Block → itself and those in its place."""
+    stages: tuple[tuple[int, ...], ...] = ()
+    """Of each stage that is there, those for which it stands; empty where all are."""
+
+    @classmethod
+    def of(cls, runs: tuple[Run, ...], numbers: tuple[Numbers, ...]) -> Repeats:
+        """Each period stands for those up to the next."""
+        pairs = zip(runs, numbers, strict=True)
+        counts = (tuple(b - a for a, b in itertools.pairwise((*own, run.count))) for run, own in pairs)
+        return cls(runs, numbers, tuple(counts))
+
+    def first_stage(self, stage: int) -> int:
+        """The first of the stages for which one stands."""
+        return self.stages[stage][0] if self.stages else stage
 
     def times(self, block: str) -> int:
-        """For how many a block stands, itself included."""
+        """For how many of its stage a block stands, itself included."""
         found = self._find(block)
         return found[1] if found is not None else 1
 
@@ -88,7 +105,8 @@ class Repeats:
         if found is None:
             return (block,)
         run, times, number, offset = found
-        return tuple(run.block(each, offset) for each in range(number, number + times))
+        near = (run.block(each, offset) for each in range(number, number + times))
+        return tuple(twin for each in near for twin in self.twins.get(each, (each,)))
 
     def spread(self, blocks: Sequence[str]) -> Iterator[tuple[str, str]]:
         """All the blocks for which some stand, in their order, each with the one that stands for it.
@@ -107,12 +125,10 @@ class Repeats:
 
     def _find(self, block: str) -> tuple[Run, int, int, int] | None:
         """(run, times, period, offset) of a block of a run."""
-        for run, numbers in zip(self.runs, self.numbers, strict=True):
+        for run, numbers, counts in zip(self.runs, self.numbers, self.counts, strict=True):
             place = run.place(block)
             if place is not None:
-                position = numbers.index(place[0])
-                following = (*numbers, run.count)[position + 1]
-                return run, following - place[0], place[0], place[1]
+                return run, counts[numbers.index(place[0])], place[0], place[1]
         return None
 
 

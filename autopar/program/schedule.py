@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ __all__ = [
     "parse_schedule",
     "receiving_event",
     "simulate",
+    "steady_after",
     "zero_bubble_h1",
 ]
 
@@ -98,6 +100,14 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "forward": forward_only,
 }
 """Schedules by the name that a plan holds."""
+
+
+def steady_after(name: str, num_stages: int) -> float:
+    """The number of microbatches beyond which a schedule only repeats what its stages do and hold in between.
+
+    1F1B has filled its pipeline and begun to alternate; the others hold more with each microbatch.
+    """
+    return num_stages + 4 if name == "1f1b" else math.inf
 
 
 def make_schedule(name: str, num_stages: int, microbatches: int) -> Schedule:

@@ -49,6 +49,8 @@ class Setting:
     microbatches: int
     in_flight: tuple[int, ...]
     """Microbatches whose activations a stage holds at once."""
+    stage_times: tuple[int, ...]
+    """How many stages of the pipeline each stage of the graph stands for."""
     capacity: float
     """Bytes of one device that may be used."""
     compute: Compute
@@ -236,6 +238,7 @@ class _Builder:
         values = (*(o.meta["val"] for o in tensor_operands(node)), *(v for v in result_values(node) if v is not None))
         dtypes, modes = tuple(value.dtype for value in values), self._modes(node)
         place = (node.meta["phase"], self._row(node), is_step_relay(node), may_be_reused(node, self.wanted))
+        place = (*place, node.meta.get("is_whole", False))
         return id(rule.memo), self.setting.alike(node, rule), kind, dtypes, modes, place
 
     def _modes(self, node: Node) -> tuple[Mode | None, ...]:
@@ -257,6 +260,8 @@ class _Builder:
         return options, np.array(once) * np.array([2.0 if option.mode is Mode.AGAIN else 1.0 for option in options])
 
     def _choices(self, node: Node, rule: LeafRule) -> list[Choice]:
+        if node.meta.get("is_whole"):
+            return [()]
         if node.op != "call_function":
             if node.meta["role"].kind in ("scalar", "buffer", "whole"):
                 return [()]
@@ -469,7 +474,7 @@ class _Builder:
         stages, count = self.setting.mesh.num_stages, self.setting.microbatches
         if stages == 1:
             return (abstract.Term(count, (0,)), abstract.Term(1.0, (1,)))
-        fill = tuple(abstract.Term(1.0, (s,)) for s in range(stages))
+        fill = tuple(abstract.Term(float(times), (s,)) for s, times in enumerate(self.setting.stage_times))
         steady = abstract.Term(count - 1.0, tuple(range(stages)))
         return (*fill, steady, abstract.Term(1.0, tuple(range(stages, 2 * stages))))
 

@@ -85,7 +85,7 @@ def test_runs_may_have_a_period_and_a_rest() -> None:
 
 def joined(folded: Folded, numbers: tuple[int, ...], microbatches: int, stages: int) -> StepGraph:
     """The step graph of some periods, cut where the whole one is cut evenly."""
-    captured, repeats = folded.at([numbers]), Repeats(folded.runs, (numbers,))
+    captured, repeats = folded.at([numbers]), Repeats.of(folded.runs, (numbers,))
     units = units_of(captured.gradient.graph)[0]
     whole = units_of(folded.whole.gradient.graph)[0]
     stage_of = {unit: i * stages // len(whole) for i, unit in enumerate(whole)}

@@ -77,6 +77,7 @@ def setting_of(step: TrainStep, mesh: Mesh, recompute: str = "auto") -> Setting:
         mesh=mesh,
         microbatches=step.microbatches,
         in_flight=tuple(min(stages - s, step.microbatches) for s in range(stages)),
+        stage_times=(1,) * stages,
         capacity=1e15,
         compute=lambda flops, num_bytes, dtype: flops * 1e-9 + num_bytes * 1e-8,
         resharder=Resharder(mesh, price),

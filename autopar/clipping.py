@@ -39,7 +39,7 @@ def clip_by_norm(graph: Graph, gradients: Mapping[str, Node], limit: float) -> t
         before = totals.get(stage)
         totals[stage] = squares if before is None else _call(graph, plus, (before, squares), squares, path=name)
     if len(totals) > 1:  # reduced once, by the stage's own ranks, before others get it
-        totals = {stage: _call(graph, relay, (total,), total, path="", is_whole=True) for stage, total in totals.items()}
+        totals = {stage: _call(graph, relay, (own,), own, path="", is_whole=True) for stage, own in totals.items()}
     norms = {stage: _norm(graph, stage, list(totals.values())) for stage in sorted(totals)}
     scales = {stage: _scale(graph, norm, limit) for stage, norm in norms.items()}
     clipped = {

@@ -143,7 +143,7 @@ class Layout:
     def _with_factor(self, position: Position, factor: Factor) -> Layout:
         dim, index = position
         changed = (*self.dims[dim][:index], factor, *self.dims[dim][index + 1 :])
-        return replace(self, dims=(*self.dims[:dim], changed, *self.dims[dim + 1 :]))
+        return Layout((*self.dims[:dim], changed, *self.dims[dim + 1 :]), self.partial)
 
     # -- questions ---------------------------------------------------------------------------------------------
     def positions(self) -> Iterator[tuple[Position, Factor]]:

@@ -54,7 +54,8 @@ class Mesh:
     @property
     def spmd(self) -> Mesh:
         """The mesh of one pipeline stage."""
-        return Mesh(tuple(pair for pair in self.axes if pair[0] != PIPELINE_AXIS))
+        kept = tuple(pair for pair in self.axes if pair[0] != PIPELINE_AXIS)
+        return self if len(kept) == len(self.axes) else Mesh(kept)
 
     def with_stages(self, count: int) -> Mesh:
         """The same with `count` pipeline stages, where it has any."""
@@ -62,7 +63,10 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis` (1 when the mesh has no such axis)."""
-        return dict(self.axes).get(axis, 1)
+        for name, size in self.axes:  # asked in every inner loop
+            if name == axis:
+                return size
+        return 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's position along each axis."""

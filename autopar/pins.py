@@ -72,6 +72,11 @@ class Pins:
         zero = {"dp"} if self.zero is not None else set()
         return {*self.axes, *zero, *(pin.axis for pin in self.modules)}
 
+    @property
+    def splits_are_free(self) -> bool:
+        """Whether no pin says how anything is split."""
+        return self.zero is None and not self.modules and not self.axes.keys() - {"pp"}
+
     def check(self, axes: Iterable[str], paths: Iterable[str]) -> None:
         """Raises `PlanError` for a pin that matches none of the search's mesh axes or the model's module paths."""
         axes, paths = tuple(axes), tuple(paths)

@@ -104,6 +104,12 @@ class _Open:
     trials: Trials
     relaxed: Relaxed | None = None
     """Of a mesh whose bound was good enough when it was looked at."""
+    guess: float = math.inf
+    """What its best plan may take (`Trials.guess_s`)."""
+
+    def order(self) -> tuple[bool, float, float]:
+        """Sorts those first that promise most."""
+        return self.relaxed is None, self.guess, self.bound
 
     def solved(self) -> Relaxed:
         """The relaxed problem's solution."""
@@ -143,7 +149,7 @@ class _Search:
                 self._cut(mesh, count, self._inherited(mesh, count))
             if left:
                 waiting += self._unfitting(self._trials(count), left)
-        for each in sorted(waiting, key=lambda each: each.bound):
+        for each in sorted(waiting, key=_Open.order):
             if each.bound >= self._cutoff:
                 self._cut(each.mesh, each.trials.microbatches, each.bound)
                 continue
@@ -209,20 +215,32 @@ class _Search:
 
     def _opened(self, trials: Trials, meshes: Sequence[Mesh]) -> Iterator[_Open]:
         """A bound of each mesh, and its relaxed problem's solution unless another mesh promises to be as good."""
-        known, least_s = math.inf, trials.least_s(meshes)
-        bounds = {mesh: max(least_s[mesh], self._inherited(mesh, trials.microbatches)) for mesh in meshes}
-        for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], trials.order(mesh))):
+        known, bounds = math.inf, self._quick_bounds(trials, meshes)
+        for mesh in sorted(meshes, key=bounds.__getitem__):
             cutoff = min(self._cutoff, known * (1 - CUT_GAP))
             useful = cutoff * self._gain(mesh, trials.microbatches)
+            self.least[mesh] = (bounds[mesh], trials.microbatches)
             if bounds[mesh] >= useful:
-                self.least[mesh] = (bounds[mesh], trials.microbatches)
                 yield _Open(bounds[mesh], mesh, trials)
                 continue
             self.progress(f"relaxing {mesh}, {trials.microbatches} microbatches")
             relaxed = trials.relaxed(mesh, useful)
-            known = min(known, relaxed.step_s(mesh.num_stages))
-            self.least[mesh] = (relaxed.bound, trials.microbatches)
-            yield _Open(relaxed.bound, mesh, trials, None if relaxed.bound >= useful else relaxed)
+            bound = max(relaxed.bound, bounds[mesh])
+            self.least[mesh] = (bound, trials.microbatches)
+            if bound >= useful:
+                yield _Open(bound, mesh, trials)
+                continue
+            guess = trials.guess_s(mesh, relaxed)
+            known = min(known, guess)
+            yield _Open(bound, mesh, trials, relaxed, guess)
+
+    def _quick_bounds(self, trials: Trials, meshes: Sequence[Mesh]) -> dict[Mesh, float]:
+        """Bounds that are known without the whole problem."""
+        self.progress(f"bounding {len(meshes)} meshes, {trials.microbatches} microbatches")
+        bounds = {mesh: max(trials.least_s(mesh), self._inherited(mesh, trials.microbatches)) for mesh in meshes}
+        return {
+            mesh: bound if bound >= self._cutoff else max(bound, trials.layer_s(mesh)) for mesh, bound in bounds.items()
+        }
 
     def _gain(self, mesh: Mesh, count: int) -> float:
         """How many times faster a mesh may be with more microbatches, at most."""
@@ -230,10 +248,13 @@ class _Search:
 
     # -- plans -------------------------------------------------------------------------------------------------
     def _unfitting(self, trials: Trials, meshes: Sequence[Mesh]) -> Iterator[_Open]:
-        """Offers what fits without recompute; what doesn't is left."""
-        for each in sorted(self._opened(trials, meshes), key=lambda each: (each.relaxed is None, each.bound)):
+        """Offers what fits without recompute; what doesn't is left, and what isn't worth a look while nothing fits."""
+        for each in sorted(self._opened(trials, meshes), key=_Open.order):
             if each.bound >= self._cutoff:
                 self._cut(each.mesh, trials.microbatches, each.bound)
+                continue
+            if each.relaxed is None and self.best is None:
+                yield each
                 continue
             self.progress(f"solving {each.mesh}, {trials.microbatches} microbatches")
             each.relaxed = each.solved()

@@ -1,19 +1,23 @@
 """The relaxed problem of a mesh: one stage, no memory limit. Its bound holds for every pipeline cut of that mesh.
 
 relaxed.bound                   # seconds of a step
-relaxed.layers(units, 2)        # what each unit costs and holds, to cut the pipeline by
+relaxed.layers(units)           # what each unit costs and holds, kept or computed again, to cut the pipeline by
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from autopar.capture.runs import Repeats
 from autopar.mesh import Mesh
-from autopar.solve.build import BuiltProblem, Setting
+from autopar.rules.nodes import is_view
+from autopar.solve.build import BuiltProblem, Setting, left_layout
+from autopar.solve.costs import local_bytes
+from autopar.solve.held import is_parameter, is_step_relay
+from autopar.solve.modes import is_forward
 from autopar.solve.problem import Solution, evaluate
 from autopar.solve.stages import Layer, Point
 
@@ -29,37 +33,62 @@ class Relaxed:
     built: BuiltProblem
     solution: Solution
 
-    def step_s(self, stages: int) -> float:
-        """Of the solution, where the solver's limits find room for it on as many stages together; else infinite.
+    @property
+    def once_s(self) -> float:
+        """Seconds of what runs once a step, on one stage."""
+        return evaluate(self.built.problem, self.solution.choice).rows[1]
 
-        For one stage it is a plan's; for several it tells what plans of this mesh may be like.
+    def layers(self, units: tuple[str, ...], may_recompute: bool) -> tuple[Layer, ...]:
+        """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`.
+
+        Where it may be computed again, a second point holds only what other units bring to it.
         """
-        if not self.solution.choice:
-            return math.inf
-        found = evaluate(self.built.problem, self.solution.choice)
-        fits = all(
-            used <= stages * limit.threshold for used, limit in zip(found.usage, self.built.problem.limits, strict=True)
-        )
-        return self.solution.objective if fits else math.inf
-
-    def layers(self, units: tuple[str, ...], in_flight: int) -> tuple[Layer, ...]:
-        """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`."""
         own = tuple(self.repeats.spread(self.units))
         assert tuple(unit for unit, _ in own) == units, (units, own)
+        tally = _Tally(self)
+        points = [tally.points(unit, may_recompute) for unit in range(len(self.units))]
         where = {unit: i for i, unit in enumerate(self.units)}
-        seconds, static, saved = ([0.0] * len(self.units) for _ in range(3))
-        unit = 0
-        for node, priced, pick in zip(self.built.nodes, self.built.plain, self.solution.choice, strict=True):
-            unit = _unit_index(node, where, unit)
+        return tuple(Layer(points[where[like]]) for _, like in own)
+
+
+class _Tally:
+    """Seconds and bytes of each unit, as one layer has them."""
+
+    def __init__(self, relaxed: Relaxed) -> None:
+        built, choice = relaxed.built, relaxed.solution.choice
+        size = len(relaxed.units)
+        self.forward_s, self.backward_s, self.static, self.saved, self.brought = ([0.0] * size for _ in range(5))
+        self.unit = units_of_nodes(built.nodes, relaxed.units)
+        self.relaxed, in_flight = relaxed, relaxed.setting.in_flight[0]
+        picked = dict(zip(built.nodes, built.picked(choice), strict=True))
+        for node, priced, pick in zip(built.nodes, built.plain, choice, strict=True):
+            self._add_seconds(node, float(priced.cost[pick]))
             held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
-            if node.meta["level"] == "microbatch":
-                seconds[unit] += float(priced.cost[pick])
-            if node.meta["phase"] == "forward":
-                saved[unit] += held / in_flight
+            if is_forward(node):
+                self.saved[self.unit[node]] += held / in_flight
             else:
-                static[unit] += held
-        points = [Point(*point) for point in zip(seconds, static, saved, strict=True)]
-        return tuple(Layer((points[where[like]],)) for _, like in own)
+                self.static[self.unit[node]] += held
+        for edge in built.problem.edges:
+            reader = built.nodes[edge.target]
+            moved = float(edge.cost[choice[edge.source], choice[edge.target]])
+            self._add_seconds(reader, moved / self._times(reader))
+        for source, unit in _brought(built.nodes, self.unit):
+            layout = left_layout(source, picked)
+            self.brought[unit] += local_bytes(layout, source.meta["val"].element_size(), relaxed.setting.mesh)
+
+    def points(self, unit: int, may_recompute: bool) -> tuple[Point, ...]:
+        seconds = self.forward_s[unit] + self.backward_s[unit]
+        kept = Point(seconds, self.static[unit], self.saved[unit])
+        if not may_recompute or self.brought[unit] >= self.saved[unit]:
+            return (kept,)
+        return (kept, Point(seconds + self.forward_s[unit], self.static[unit], self.brought[unit]))
+
+    def _add_seconds(self, node: Node, seconds: float) -> None:
+        if node.meta["level"] == "microbatch":
+            (self.forward_s if is_forward(node) else self.backward_s)[self.unit[node]] += seconds
+
+    def _times(self, node: Node) -> int:
+        return self.relaxed.repeats.times(self.relaxed.units[self.unit[node]])
 
 
 def fill(mesh: Mesh, microbatches: int) -> float:
@@ -67,11 +96,30 @@ def fill(mesh: Mesh, microbatches: int) -> float:
     return 1 + (microbatches - 1) / mesh.num_stages
 
 
+def units_of_nodes(nodes: Iterable[Node], units: tuple[str, ...]) -> dict[Node, int]:
+    """The unit of each node's module; nodes of no unit belong with the node before them."""
+    where = {unit: i for i, unit in enumerate(units)}
+    found: dict[Node, int] = {}
+    unit = 0
+    for node in nodes:
+        unit = _unit_index(node, where, unit)
+        found[node] = unit
+    return found
+
+
 def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
-    """The unit of a node's module; nodes of no unit belong with the node before them."""
     path = node.meta.get("path", "")
     while path:
         if path in where:
             return where[path]
         path = path.rpartition(".")[0]
     return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before
+
+
+def _brought(nodes: list[Node], unit: dict[Node, int]) -> Iterator[tuple[Node, int]]:
+    """Each forward value, and a unit other than its own whose forward reads it."""
+    for node in nodes:
+        if not is_forward(node) or is_step_relay(node) or is_parameter(node) or is_view(node):
+            continue
+        readers = {unit[user] for user in node.users if user in unit and is_forward(user)}
+        yield from ((node, reader) for reader in sorted(readers - {unit[node]}))

@@ -99,6 +99,8 @@ class _Closure:
     """The price of every pair of layouts of values with the same factors."""
 
     index: dict[Layout, int]
+    edges: list[tuple[int, int, float]]
+    """Moves: from, to, seconds."""
     cost_s: Prices
 
 
@@ -110,6 +112,7 @@ class Resharder:
         self._price = price
         self._trees: dict[tuple[Layout, float], dict[Layout, tuple[float, Layout | None, Move | None]]] = {}
         self._closures: dict[tuple[Layout, float], _Closure] = {}
+        self._moves: dict[Layout, list[tuple[Move, Layout]]] = {}
 
     def cost_s(self, source: Layout, target: Layout, item_bytes: float) -> float:
         """Seconds of the cheapest path; infinite where there is none (a partial value can't be made)."""
@@ -132,17 +135,16 @@ class Resharder:
         """All shortest paths (Floyd-Warshall) among what can be reached from the sources seen so far."""
         known = self._closures.get((whole, item_bytes))
         if known is None or any(layout not in known.index for layout in sources):
-            seeds = [*sources, *(known.index if known else ())]
-            known = self._closures[whole, item_bytes] = self._close(seeds, item_bytes)
+            known = self._closures[whole, item_bytes] = self._extended(known, sources, item_bytes)
         return known
 
-    def _close(self, seeds: Sequence[Layout], item_bytes: float) -> _Closure:
-        index = {layout: i for i, layout in enumerate(dict.fromkeys(seeds))}
-        edges: list[tuple[int, int, float]] = []
-        waiting = list(index)
+    def _extended(self, known: _Closure | None, sources: Sequence[Layout], item_bytes: float) -> _Closure:
+        index, edges = (known.index, known.edges) if known is not None else ({}, [])
+        waiting = [layout for layout in dict.fromkeys(sources) if layout not in index]
+        index |= {layout: len(index) + i for i, layout in enumerate(waiting)}
         while waiting:
             layout = waiting.pop()
-            for move, after in moves_from(layout, self.mesh):
+            for move, after in self._moves_from(layout):
                 if after not in index:
                     index[after] = len(index)
                     waiting.append(after)
@@ -153,7 +155,12 @@ class Resharder:
         np.fill_diagonal(cost, 0.0)
         for k in range(len(index)):
             np.minimum(cost, cost[:, k : k + 1] + cost[k : k + 1, :], out=cost)
-        return _Closure(index, cost)
+        return _Closure(index, edges, cost)
+
+    def _moves_from(self, layout: Layout) -> list[tuple[Move, Layout]]:
+        if layout not in self._moves:
+            self._moves[layout] = list(moves_from(layout, self.mesh))
+        return self._moves[layout]
 
     def path(self, source: Layout, target: Layout, item_bytes: float) -> list[tuple[Move, Layout]]:
         """The moves of the cheapest path, each with the layout that it leads to."""
@@ -184,7 +191,7 @@ class Resharder:
             if layout in done:
                 continue
             done.add(layout)
-            for move, after in moves_from(layout, self.mesh):
+            for move, after in self._moves_from(layout):
                 total = cost + self._move_s(move, layout, item_bytes) + _EPSILON_S
                 if after not in best or total < best[after][0]:
                     best[after] = (total, layout, move)

@@ -94,7 +94,8 @@ class Skeletons:
         """Which stages of a cut are in its graph."""
         if cut not in self.likenesses:
             self.likenesses[cut] = _alike(self.folded.runs, cut)
-            if len(self.likenesses[cut].kept) < cut.num_stages and not _is_chain(self.graph(cut), self.likenesses[cut].times):
+            found = self.likenesses[cut]
+            if len(found.kept) < cut.num_stages and not _is_chain(self.graph(cut), found.times):
                 self.likenesses[cut] = Likeness.none(cut.num_stages)
         return self.likenesses[cut]
 
@@ -181,7 +182,7 @@ def _spans(run: Run, cut: Cut) -> Iterator[tuple[int, int]]:
 
 def _counts(run: Run, numbers: Numbers, cut: Cut) -> Numbers:
     """For how many periods of its stage each stands."""
-    ends = {first: end for first, end in _spans(run, cut)}
+    ends = dict(_spans(run, cut))
     counts = []
     for number, following in zip(numbers, (*numbers[1:], run.count), strict=True):
         end = next(end for first, end in ends.items() if first <= number < end)

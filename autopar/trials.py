@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
 from autopar import markers
-from autopar.capture.batches import batch_size
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
@@ -32,23 +31,27 @@ from autopar.mesh import Mesh
 from autopar.pins import Pins
 from autopar.program.parts import Pipeline
 from autopar.program.storages import nbytes
-from autopar.relaxed import Relaxed, fill
+from autopar.relaxed import Relaxed, fill, units_of_nodes
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
-from autopar.rules.nodes import is_view, tensor_operands
+from autopar.rules.nodes import is_view
 from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
-from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
-from autopar.solve.costs import flops, least_seconds
+from autopar.solve.build import BuiltProblem, Setting, Strategy, build_part, build_problem
+from autopar.solve.costs import least_seconds
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
-from autopar.solve.search import TIME_LIMIT_S
+from autopar.solve.search import TIME_LIMIT_S, solve
 from autopar.solve.share import solve_shared
-from autopar.solve.stages import CutProblem, cut_layers
+from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
 from autopar.staging import Staged
 
 BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
 """Effort for the bound of a pipelined mesh."""
+
+
+ONCE = (Term(1.0, (0,)),)
+"""The objective of one microbatch."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,16 @@ class Found:
         return f", running {self.num_recomputed} forward ops again in the backward" if self.num_recomputed else ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """What units cost and hold in the relaxed layouts, put together: the cut, seconds of a step (infinite where it
+    doesn't fit), and whether it fits with nothing computed again."""
+
+    cut: Cut
+    seconds: float
+    keeps_all: bool
+
+
 @dataclass(slots=True)
 class Trials:
     """The trials of a step, whose microbatches are settled."""
@@ -94,6 +107,11 @@ class Trials:
     cluster: Cluster
     pins: Pins
     capacity: float
+    guesses: dict[Mesh, _Guess] = field(default_factory=dict)
+    """Of the meshes that were relaxed."""
+    times: dict[Node, int] = field(default_factory=dict)
+    homes: dict[Node, str] = field(default_factory=dict)
+    shares: dict[int, dict[str, float]] = field(default_factory=dict)
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
 
@@ -112,50 +130,77 @@ class Trials:
             )
         )
 
+    # -- bounds ------------------------------------------------------------------------------------------------
+    def least_s(self, mesh: Mesh) -> float:
+        """What the ops alone take in a mesh's pipeline, the ranks of a stage sharing each of them equally."""
+        return self._cut_bound(mesh, self._shares_of(_ranks(mesh)))
+
+    def layer_s(self, mesh: Mesh) -> float:
+        """The same where the layers of a run take what the forward of one, and its backward, each by itself, take at
+        least in their best layouts, communication included."""
+        setting, ranks = self._relaxed_setting(mesh), _ranks(mesh)
+        least = self._shares_of(ranks)
+        for units, parts in self._layers():
+            problems = (replace(build_part(self.whole, setting, part), objective=ONCE) for part in parts)
+            best = sum(solve(problem, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S).bound for problem in problems)
+            seconds = best / self._times()[next(iter(parts[0]))]
+            least = {unit: max(own, seconds) if unit in units else own for unit, own in least.items()}
+        return self._cut_bound(mesh, least)
+
+    def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
+        """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
+        layers = tuple(Layer((Point(unit_s[unit]),)) for unit in self.skeletons.units)
+        stages, count = mesh.num_stages, self.microbatches
+        found = cut_layers(CutProblem(layers, stages, count, math.inf, _in_flight(stages, count)))
+        assert found is not None
+        return found.objective + self._once_s(_ranks(mesh)) / stages
+
+    def _shares_of(self, ranks: int) -> dict[str, float]:
+        """Seconds of a microbatch for each unit, so many ranks sharing each op equally."""
+        if ranks not in self.shares:
+            traced = self.whole.cut.units
+            own = dict.fromkeys(traced, 0.0)
+            for node, unit in units_of_nodes(self._ops("microbatch"), traced).items():
+                own[traced[unit]] += least_seconds({node: 1}, ranks, self._compute_s)
+            self.shares[ranks] = {unit: own[like] for unit, like in self.whole.repeats.spread(traced)}
+        return self.shares[ranks]
+
+    def _once_s(self, ranks: int) -> float:
+        """Seconds of what runs once a step, on all stages together."""
+        times = self._times()
+        return least_seconds({node: times[node] for node in self._ops("step")}, ranks, self._compute_s)
+
+    def _ops(self, level: str) -> list[Node]:
+        return [node for node in self.whole.graph.nodes if node.op == "call_function" and node.meta["level"] == level]
+
+    def _layers(self) -> Iterator[tuple[set[str], list[list[Node]]]]:
+        """Of each layer that stands for several: the units that are like it, and its forward and its backward."""
+        times = self._times()
+        for run in self.skeletons.folded.runs:
+            for offset in range(run.period):
+                units = {run.block(number, offset) for number in range(1, run.count - 1)}
+                nodes = [n for n in self._ops("microbatch") if times[n] > 1 and self._homes()[n] in units]
+                phases = ("forward", "backward")
+                parts = [[n for n in nodes if n.meta["phase"] == phase] for phase in phases]
+                if nodes:
+                    yield units, [part for part in parts if part]
+
     def _times(self) -> dict[Node, int]:
         """In how many layers each node of the one-stage graph runs."""
-        whole = self.whole
-        return {node: whole.repeats.times(home) for node, home in homes_of(whole.graph).items()}
+        if not self.times:
+            repeats = self.whole.repeats
+            self.times.update((node, repeats.times(home)) for node, home in self._homes().items())
+        return self.times
 
-    # -- bounds ------------------------------------------------------------------------------------------------
-    def least_s(self, meshes: Iterable[Mesh]) -> dict[Mesh, float]:
-        """What the ops alone take in each mesh's pipeline, the ranks of a stage sharing each of them equally."""
-        levels: dict[str, dict[Node, int]] = {"microbatch": {}, "step": {}}
-        for node, times in self._times().items():
-            if "level" in node.meta:
-                levels[node.meta["level"]][node] = times
-
-        @functools.cache
-        def seconds(level: str, ranks: int) -> float:
-            return least_seconds(levels[level], ranks, self._compute_s)
-
-        found = {}
-        for mesh in meshes:
-            ranks = math.prod(size for _, size in mesh.spmd.axes)
-            once = seconds("step", ranks) / mesh.num_stages
-            found[mesh] = fill(mesh, self.microbatches) * seconds("microbatch", ranks) + once
-        return found
-
-    def order(self, mesh: Mesh) -> float:
-        """Seconds to move, at each matmul, its smallest tensor over `dp` and its results over `tp`: tells meshes that
-        promise something from others, no more. Where `dp` has more ranks than there are samples, it moves results."""
-        price = prices(self.cluster, mesh)
-        dp, tp = mesh.size("dp"), mesh.size("tp")
-        samples = max(1, batch_size(self.step.batch_tensors()) // self.microbatches)
-        moved = 0.0
-        for node, times in self._times().items():
-            if "rule" in node.meta and node.meta["level"] == "microbatch" and flops(node):
-                results = nbytes(node.meta["val"])
-                weight = min(results, *(nbytes(operand.meta["val"]) for operand in tensor_operands(node)))
-                seconds = price("all_gather", "dp", weight / tp) + price("reduce_scatter", "tp", results / dp)
-                seconds += price("reduce_scatter", "dp", results / samples) if dp > samples else 0.0
-                moved += times * seconds
-        return moved
+    def _homes(self) -> dict[Node, str]:
+        if not self.homes:
+            self.homes.update(homes_of(self.whole.graph))
+        return self.homes
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
         step = self.whole
-        setting = replace(self.setting(Cut.single(self.skeletons.units), mesh), mesh=mesh.spmd)
+        setting = self._relaxed_setting(mesh)
         built = build_problem(step, setting)
         stages, count = mesh.num_stages, self.microbatches
         terms = (Term(fill(mesh, count), (0,)), Term(1 / stages, (1,)))
@@ -165,6 +210,14 @@ class Trials:
         solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
         return Relaxed(solution.bound, setting, step.cut.units, step.repeats, built, solution)
 
+    def _relaxed_setting(self, mesh: Mesh) -> Setting:
+        return replace(self.setting(Cut.single(self.skeletons.units), mesh), mesh=mesh.spmd)
+
+    def guess_s(self, mesh: Mesh, relaxed: Relaxed) -> float:
+        """What the best plan of a mesh may take, by its units' costs, kept or computed again as memory asks for;
+        infinite where no cut fits so. No bound: layouts are the relaxed ones."""
+        return self._guess(mesh, relaxed).seconds
+
     @property
     def whole(self) -> StepGraph:
         """The step graph of one stage."""
@@ -173,6 +226,8 @@ class Trials:
     # -- plans -------------------------------------------------------------------------------------------------
     def free(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest regardless of memory, where it fits: without recompute, since computing again saves no time."""
+        if mesh.num_stages > 1 and not self._guess(mesh, relaxed).keeps_all:
+            return None
         cut, built = self._built(mesh, relaxed)
         solution = self._unlimited(built, mesh, relaxed)
         if not solution.choice or not evaluate(built.problem, solution.choice).feasible:
@@ -182,15 +237,18 @@ class Trials:
 
     def fitted(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest within the memory; where there is none, the smallest is noted in `shortages`."""
-        cut, built = self._built(mesh, relaxed)
-        solution = self._unlimited(built, mesh, relaxed)
-        near = built.picked(solution.choice) if solution.choice else ()
-        if self.pins.recompute is None and self.may_recompute:
-            step = self.skeletons.graph(cut)
-            built = build_problem(step, replace(self.setting(cut, mesh), recompute="auto"))
-        solve: Callable[[Problem], Solution] = functools.partial(solve_shared, built, gap=GAP, near=near)
+        cut, is_open = self._guess(mesh, relaxed).cut, self.pins.recompute is None and self.may_recompute
+        solve: Callable[[Problem], Solution]
         if mesh.num_stages > 1:
-            solve = self._staged(mesh, relaxed, built).solve
+            _, built = self._built(mesh, relaxed, "auto" if is_open else None)
+            solve = self._staged(relaxed, built).solve
+        else:
+            _, built = self._built(mesh, relaxed)
+            solution = self._unlimited(built, mesh, relaxed)
+            near = built.picked(solution.choice) if solution.choice else ()
+            if is_open:
+                _, built = self._built(mesh, relaxed, "auto")
+            solve = functools.partial(solve_shared, built, gap=GAP, near=near)
         lowered = functools.partial(self._lowered, mesh, cut, built)
         fitting = Fitting(built, self.capacity, lowered, solve)
         found = fitting.fastest(relaxed.bound)
@@ -199,18 +257,18 @@ class Trials:
             self.shortages.append((fitting.held(fitting.smallest), mesh, smallest))
         return found
 
-    def _built(self, mesh: Mesh, relaxed: Relaxed) -> tuple[Cut, BuiltProblem]:
-        """The cut of a mesh, and its problem with the recompute that pins ask for."""
-        cut = self._cut(mesh, relaxed)
-        step = self.skeletons.graph(cut)
-        is_built = mesh.num_stages == 1 and self.pins.recompute is None
+    def _built(self, mesh: Mesh, relaxed: Relaxed, recompute: str | None = None) -> tuple[Cut, BuiltProblem]:
+        """The cut of a mesh, and its problem with `recompute`, by default what pins ask for."""
+        cut = self._guess(mesh, relaxed).cut
+        is_built = mesh.num_stages == 1 and self.pins.recompute is None and recompute is None
         setting = relaxed.setting if is_built else self.setting(cut, mesh)
         assert isinstance(setting.allowed, PinRules)
-        built = relaxed.built if is_built else build_problem(step, setting)
+        asked = setting if recompute is None else replace(setting, recompute=recompute)
+        built = relaxed.built if is_built else build_problem(self.skeletons.graph(cut), asked)
         require_all_matched(setting.allowed)
         return cut, built
 
-    def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
+    def _staged(self, relaxed: Relaxed, built: BuiltProblem) -> Staged:
         """The problem of a cut model, with the layouts that are fastest within all stages' memory together, too."""
         staged = Staged(built)
         staged.add(self._layouts(relaxed.built, relaxed.solution))
@@ -228,7 +286,7 @@ class Trials:
     def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: Relaxed) -> Solution:
         """The best solution regardless of memory."""
         if mesh.num_stages > 1:
-            return self._staged(mesh, relaxed, built).solve(unlimited(built.problem))
+            return self._staged(relaxed, built).solve(unlimited(built.problem))
         return relaxed.solution if relaxed.solution.choice else solve_shared(built, unlimited(built.problem), gap=GAP)
 
     def _lowered(self, mesh: Mesh, cut: Cut, built: BuiltProblem, solution: Solution) -> Found:
@@ -288,17 +346,25 @@ class Trials:
     def _schedule(self) -> str:
         return "1f1b" if isinstance(self.step, TrainStep) else "forward"
 
-    def _cut(self, mesh: Mesh, relaxed: Relaxed) -> Cut:
-        units = self.skeletons.units
-        stages, count = mesh.num_stages, self.microbatches
-        if stages == 1:
-            return Cut.single(units)
-        in_flight = _in_flight(stages, count)
-        problem = CutProblem(relaxed.layers(units, in_flight[0]), stages, count, self.capacity, in_flight)
+    def _guess(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
+        if mesh not in self.guesses:
+            self.guesses[mesh] = self._guessed(mesh, relaxed)
+        return self.guesses[mesh]
+
+    def _guessed(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
+        units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
+        if not relaxed.solution.choice:
+            return _Guess(Cut.single(units), math.inf, False)
+        layers = relaxed.layers(units, self.may_recompute)
+        problem = CutProblem(layers, stages, count, self.capacity, _in_flight(stages, count))
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
-        found = cut_layers(problem) or cut_layers(replace(problem, capacity=math.inf))
+        fitting = cut_layers(problem)
+        found = fitting or cut_layers(replace(problem, capacity=math.inf))
         assert found is not None
-        return Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
+        cut = Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
+        if fitting is None:
+            return _Guess(cut, math.inf, False)
+        return _Guess(cut, found.objective + relaxed.once_s / stages, not any(found.points))
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:
         """What the graph of a cut is priced for, on the mesh of its own stages."""
@@ -327,3 +393,8 @@ class Trials:
 def _in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
     """Microbatches whose activations each stage holds at once under 1F1B."""
     return tuple(min(stages - stage, microbatches) for stage in range(stages))
+
+
+def _ranks(mesh: Mesh) -> int:
+    """The ranks of a stage."""
+    return math.prod(size for _, size in mesh.spmd.axes)

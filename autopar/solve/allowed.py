@@ -76,6 +76,8 @@ class PinRules:
     _wants: dict[Node, tuple[_Want, ...]] = field(default_factory=dict)
 
     def __call__(self, node: Node, rule: LeafRule, choice: Choice) -> bool:
+        if self.pins.splits_are_free:
+            return True
         by_axis = {split.axis: split for split in choice}
         if node not in self._wants:
             self._wants[node] = tuple(self._module_wants(node, rule))

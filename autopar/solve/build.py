@@ -12,8 +12,9 @@ and the resharding of its operands a second time; what the backward gathers of a
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,7 +112,7 @@ class BuiltProblem:
             twin = forward_twin(node)
             if twin is None or strategy.is_reused:
                 continue
-            made, there, here = (_left(value, picked) for value in (node_argument(node, 0), twin, node))
+            made, there, here = (left_layout(value, picked) for value in (node_argument(node, 0), twin, node))
             if made != there == here:
                 again.append(twin)
         return again
@@ -134,6 +135,11 @@ class BuiltProblem:
 def build_problem(step: StepGraph, setting: Setting) -> BuiltProblem:
     """The problem of choosing layouts, and with recompute modes, for a step graph whose stages are cut."""
     return _Builder(step, setting).build()
+
+
+def build_part(step: StepGraph, setting: Setting, part: Collection[Node]) -> abstract.Problem:
+    """The same for some nodes alone, without limits: they cost at least as much in every choice for the whole."""
+    return _Builder(step, setting).build_part(part)
 
 
 def wanted_again(recompute: str | None) -> Wanted | None:
@@ -161,7 +167,7 @@ def _is_free_view(node: Node, picked: dict[Node, Strategy]) -> bool:
     """Whether a view is made from something kept, in the same layout: keeping it would take no memory either."""
     while is_view(node):
         source, _ = producer(node_argument(node, 0))
-        if _left(node_argument(node, 0), picked) != operand_layouts(node.meta["rule"], picked[node].choice)[0]:
+        if left_layout(node_argument(node, 0), picked) != operand_layouts(node.meta["rule"], picked[node].choice)[0]:
             return False
         if source.op != "call_function" or picked[source].mode is Mode.KEPT:
             return True
@@ -169,7 +175,7 @@ def _is_free_view(node: Node, picked: dict[Node, Strategy]) -> bool:
     return False
 
 
-def _left(value: Node, picked: dict[Node, Strategy]) -> Layout:
+def left_layout(value: Node, picked: dict[Node, Strategy]) -> Layout:
     """The layout in which its producer leaves a value."""
     maker, item = producer(value)
     return result_layouts(maker.meta["rule"], picked[maker].choice)[_present_index(maker, item)]
@@ -195,12 +201,20 @@ class _Builder:
     homes: dict[Node, str] = field(default_factory=dict)
     by_key: dict[str, Node] = field(default_factory=dict)
 
+    def build_part(self, part: Collection[Node]) -> abstract.Problem:
+        self._find_homes()
+        for node in self.step.graph.nodes:
+            if node in part and node.target is not operator.getitem:
+                self._add_node(node)
+        for node in self.graph_nodes:
+            self._add_operand_edges(node)
+        return abstract.Problem(self._weighed_nodes(), tuple(self.edges), (), self._objective())
+
     def build(self) -> BuiltProblem:
         if self.setting.recompute != "none":
             self.wanted = wanted_again(self.setting.recompute)
             self.modes = modes_of(self.step.graph, self.wanted)
-        self.homes = homes_of(self.step.graph)
-        self.by_key = {node.meta["key"]: node for node in self.step.graph.nodes if "key" in node.meta}
+        self._find_homes()
         stages, microbatches = self.setting.mesh.num_stages, self.setting.microbatches
         self.moments = moments_of(self.step.graph, stages, microbatches, self.modes)
         for node in self.step.graph.nodes:
@@ -214,16 +228,22 @@ class _Builder:
         for source, result in self.step.state_pairs:
             times = self._times(source)
             self._add_edge(result, self._result(result), source, self._result(source), self._row(result), times)
-        nodes = tuple(_weighed(a, self._times(b)) for a, b in zip(self.nodes, self.graph_nodes, strict=True))
         return BuiltProblem(
-            abstract.Problem(nodes, tuple(self.edges), self._limits(), self._objective()),
+            abstract.Problem(self._weighed_nodes(), tuple(self.edges), self._limits(), self._objective()),
             tuple(self.nodes),
             self.graph_nodes,
             self.strategies,
             tuple(moment.stage for moment in self.moments),
         )
 
+    def _find_homes(self) -> None:
+        self.homes, self.by_key = _homes_and_keys(self.step.graph)
+
     # -- nodes -------------------------------------------------------------------------------------------------
+    def _weighed_nodes(self) -> tuple[abstract.Node, ...]:
+        pairs = zip(self.nodes, self.graph_nodes, strict=True)
+        return tuple(_weighed(node, self._times(of)) for node, of in pairs)
+
     def _add_node(self, node: Node) -> None:
         options, costs = self._options(self.first.setdefault(self._alike(node), node))
         self.index[node] = len(self.nodes)
@@ -238,8 +258,8 @@ class _Builder:
         values = (*(o.meta["val"] for o in tensor_operands(node)), *(v for v in result_values(node) if v is not None))
         dtypes, modes = tuple(value.dtype for value in values), self._modes(node)
         place = (node.meta["phase"], self._row(node), is_step_relay(node), may_be_reused(node, self.wanted))
-        place = (*place, node.meta.get("is_whole", False))
-        return id(rule.memo), self.setting.alike(node, rule), kind, dtypes, modes, place
+        is_whole = node.meta.get("is_whole", False)
+        return id(rule.memo), self.setting.alike(node, rule), kind, dtypes, modes, place, is_whole
 
     def _modes(self, node: Node) -> tuple[Mode | None, ...]:
         return self.modes.of[node] if self.modes is not None and is_forward(node) else (None,)
@@ -292,6 +312,8 @@ class _Builder:
     def _add_operand_edges(self, node: Node) -> None:
         for i, operand in enumerate(tensor_operands(node)):
             for value, reader, times in self._readings(operand, node):
+                if producer(value)[0] not in self.index or reader not in self.index:
+                    continue  # of a part of the graph
                 needed = self._distinct(reader, i, results=False)
                 self._add_edge(value, self._result(value), reader, needed, self._row(reader), times)
 
@@ -477,6 +499,12 @@ class _Builder:
         fill = tuple(abstract.Term(float(times), (s,)) for s, times in enumerate(self.setting.stage_times))
         steady = abstract.Term(count - 1.0, tuple(range(stages)))
         return (*fill, steady, abstract.Term(1.0, tuple(range(stages, 2 * stages))))
+
+
+@functools.lru_cache(maxsize=4)
+def _homes_and_keys(graph: Graph) -> tuple[dict[Node, str], dict[str, Node]]:
+    """The layer of each node, and nodes by key: every candidate mesh asks for them."""
+    return homes_of(graph), {node.meta["key"]: node for node in graph.nodes if "key" in node.meta}
 
 
 def _weighed(node: abstract.Node, times: int) -> abstract.Node:

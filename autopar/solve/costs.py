@@ -7,6 +7,7 @@ writes its results once. Views cost nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -73,12 +74,19 @@ def share(rule: LeafRule, choice: Choice, mesh: Mesh) -> float:
 
 def local_bytes(layout: Layout, element_bytes: int, mesh: Mesh) -> float:
     """Bytes of a value on one rank."""
-    return float(math.prod(layout.local_shape(mesh)) * element_bytes)
+    return float(_local_elements(layout, mesh) * element_bytes)
 
 
-def _filled_bytes(node: Node, choice: Choice, operand_bytes: Sequence[float], mesh: Mesh) -> float:
+@functools.lru_cache(maxsize=1 << 15)
+def _local_elements(layout: Layout, mesh: Mesh) -> int:
+    return math.prod(layout.local_shape(mesh))
+
+
+def _filled_bytes(
+    rule: LeafRule, choice: Choice, operand_bytes: Sequence[float], mesh: Mesh, indices: tuple[int, ...]
+) -> float:
     """What filling padding moves: an operand is read and written once for each factor of it that is filled."""
-    found = filled(node.meta["rule"], choice, mesh, index_operands(node))
+    found = filled(rule, choice, mesh, indices)
     times = (sum(map(len, fills.values())) for fills in found)
     return sum(2 * count * size for count, size in zip(times, operand_bytes, strict=True))
 
@@ -120,12 +128,12 @@ def _compute_costs(
 ) -> list[float]:
     rule: LeafRule = node.meta["rule"]
     dtype = str(_results(node)[0].dtype).removeprefix("torch.")
-    total = flops(node)
+    total, indices = flops(node), index_operands(node)
     costs = []
     for choice in choices:
         layouts = (*operand_layouts(rule, choice), *result_layouts(rule, choice))
         held = [local_bytes(layout, width, mesh) for layout, width in zip(layouts, widths, strict=True)]
-        moved = sum(held) + _filled_bytes(node, choice, held[: len(rule.operands)], mesh)
+        moved = sum(held) + _filled_bytes(rule, choice, held[: len(rule.operands)], mesh, indices)
         costs.append(compute(total * share(rule, choice, mesh), moved, dtype))
     return costs
 

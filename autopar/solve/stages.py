@@ -151,6 +151,10 @@ def _segment_seconds(problem: CutProblem, stage: int) -> Array:
     """[start, end]: seconds of the stage with layers start..end-1; infinite where they don't fit."""
     size = len(problem.layers)
     result = np.full((size + 1, size + 1), np.inf)
+    if math.isinf(problem.capacity):  # everybody takes the fastest point
+        upto = np.cumsum([0.0, *(min(point.seconds for point in layer.points) for layer in problem.layers)])
+        fixed = np.array([0.0, *(_fixed_seconds(problem, stage, end) for end in range(1, size + 1))])
+        return np.where(np.tri(size + 1, k=-1, dtype=bool).T, upto[None, :] - upto[:, None] + fixed[None, :], np.inf)
     for start in range(size):
         for end, front in enumerate(_fronts(problem, stage, start), start + 1):
             if not len(front.used):

@@ -389,4 +389,3 @@ def _write_keys(graph: Graph, repeats: Repeats) -> None:
             on_stage = "" if first.setdefault(base, stage) == stage else f"@{repeats.first_stage(stage)}"
             node.meta["key"] = f"{base}#{counts[base, stage]}{on_stage}"
             counts[base, stage] += 1
-

@@ -1,15 +1,16 @@
 """plan: a step and a cluster → the best plan found, its bound, and what else was looked at.
 
 The search: every mesh that the cluster's levels allow (`pp`, `dp`, `tp`), and where the number of microbatches is left
-to it, powers of two of them. For each a bound of the step's time is known before its problem is solved in full: by what
-its ops take at least, by a relaxed problem (one stage, no memory limit), or by that of fewer microbatches. What isn't
-better than the best plan by its bound is cut. First come plans without recompute where they fit; then, for the rest,
-the full problem under the memory limit; where the accountant finds the resulting program too large, the limit is
-tightened by the excess.
+to it, powers of two of them. What promises most is looked at more closely, again and again: what its ops take at least;
+what one layer takes by itself; a relaxed problem (one stage, no memory limit) and what its layers, put together on
+stages, take within the memory; then a plan. What isn't better than the best plan by its bound is cut. A plan is first
+looked for without recompute; where that doesn't fit, by the full problem under the memory limit; where the accountant
+finds the resulting program too large, the limit is tightened by the excess.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
@@ -40,6 +41,10 @@ from autopar.units import format_bytes, parse_bytes
 
 CUT_GAP = 1e-2
 """A mesh whose bound is within this part of the best plan isn't solved: so much the search leaves open."""
+
+GUESS_GAP = 5e-2
+"""A mesh whose layers, put together in their fastest layouts, take more than the best plan by this part isn't planned:
+the search leaves open what its bound says."""
 
 MOST_TIMES = 8
 """How many times the least number of microbatches are looked at."""
@@ -97,23 +102,21 @@ def _modules(paths: Iterable[str]) -> set[str]:
 
 @dataclass(slots=True)
 class _Open:
-    """A mesh at a number of microbatches that isn't solved yet."""
+    """A mesh at a number of microbatches that isn't settled yet: what is known of it, from cheap to dear."""
 
-    bound: float
     mesh: Mesh
-    trials: Trials
+    count: int
+    bound: float
+    is_bounded: bool = False
+    """Whether `bound` is that of its own layers."""
     relaxed: Relaxed | None = None
-    """Of a mesh whose bound was good enough when it was looked at."""
-    guess: float = math.inf
+    guess: float = 0.0
     """What its best plan may take (`Trials.guess_s`)."""
 
-    def order(self) -> tuple[bool, float, float]:
-        """Sorts those first that promise most."""
-        return self.relaxed is None, self.guess, self.bound
-
-    def solved(self) -> Relaxed:
-        """The relaxed problem's solution."""
-        return self.relaxed or self.trials.relaxed(self.mesh)
+    @property
+    def promise(self) -> tuple[bool, float]:
+        """By what it is compared with others: what doesn't fit in its fastest layouts comes after what does."""
+        return math.isinf(self.guess), max(self.bound, self.guess if math.isfinite(self.guess) else 0.0)
 
 
 @dataclass(slots=True)
@@ -130,35 +133,61 @@ class _Search:
     best: Found | None = None
     candidates: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    least: dict[Mesh, tuple[float, int]] = field(default_factory=dict)
-    """Mesh → the best bound at fewer microbatches, and how many those were."""
+    queue: list[tuple[tuple[bool, float], int, _Open]] = field(default_factory=list)
+    """A heap, what promises most first; numbered in the order of arrival."""
+    arrivals: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self) -> Found:
-        """First what fits without recompute, for one number of microbatches after another; then all that is left."""
+        """Looks closer and closer at what promises most, until nothing can be better than the best plan."""
         self.counts = self._counts()
-        first, *others = self.counts
-        trials = self._trials(first)
+        trials = self._trials(self.counts[0])
         graph = trials.skeletons.folded.captured.gradient.graph
         require_wanted(graph, self.pins.recompute)
         self.pins.check(("pp", "dp", "tp"), _modules((*_paths(graph), *trials.step.parameter_names)))
-        meshes = self._meshes(trials)
-        waiting: list[_Open] = list(self._unfitting(trials, meshes))
-        for count in others:
-            left = [mesh for mesh in meshes if self._inherited(mesh, count) < self._cutoff]
-            for mesh in set(meshes) - set(left):
-                self._cut(mesh, count, self._inherited(mesh, count))
-            if left:
-                waiting += self._unfitting(self._trials(count), left)
-        for each in sorted(waiting, key=_Open.order):
+        for mesh in self._meshes(trials):
+            self._push(_Open(mesh, self.counts[0], trials.least_s(mesh)))
+        while self.queue:
+            _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
-                self._cut(each.mesh, each.trials.microbatches, each.bound)
-                continue
-            self.progress(f"solving {each.mesh} within memory, {each.trials.microbatches} microbatches")
-            relaxed = each.solved()
-            self._offer(each.trials.fitted(each.mesh, relaxed), each.mesh, relaxed, each.trials)
+                self._cut(each, "its bound is no better than the best plan")
+            elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._best_s:
+                self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
+            elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
+                self._bound(each)
+            elif each.relaxed is None:
+                self._relax(each)
+            else:
+                self._plan(each, each.relaxed)
         if self.best is None:
             raise InfeasibleError(self._shortage())
         return self.best
+
+    # -- a closer look -----------------------------------------------------------------------------------------
+    def _push(self, each: _Open) -> None:
+        heapq.heappush(self.queue, (each.promise, next(self.arrivals), each))
+
+    def _bound(self, each: _Open) -> None:
+        """A bound by its layers; with it comes the same mesh at the next number of microbatches."""
+        self.progress(f"bounding {each.mesh}, {each.count} microbatches")
+        each.bound, each.is_bounded = max(each.bound, self._trials(each.count).layer_s(each.mesh)), True
+        self._push(each)
+        following = next((count for count in self.counts if count > each.count), None)
+        if following is not None:
+            self._push(_Open(each.mesh, following, _inherited(each, following)))
+
+    def _relax(self, each: _Open) -> None:
+        self.progress(f"relaxing {each.mesh}, {each.count} microbatches")
+        trials = self._trials(each.count)
+        relaxed = trials.relaxed(each.mesh, self._cutoff)
+        each.relaxed, each.bound = relaxed, max(each.bound, relaxed.bound)
+        if each.bound < self._cutoff:
+            each.guess = trials.guess_s(each.mesh, relaxed)
+        self._push(each)
+
+    def _plan(self, each: _Open, relaxed: Relaxed) -> None:
+        self.progress(f"solving {each.mesh}, {each.count} microbatches")
+        trials = self._trials(each.count)
+        self._offer(trials.free(each.mesh, relaxed) or trials.fitted(each.mesh, relaxed), each, trials)
 
     # -- what is searched --------------------------------------------------------------------------------------
     def _counts(self) -> list[int]:
@@ -200,92 +229,37 @@ class _Search:
             raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages; the model has as many units")
         return fitting
 
-    # -- bounds ------------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------------------
+    @property
+    def _best_s(self) -> float:
+        return self.best.solution.objective if self.best is not None else math.inf
+
     @property
     def _cutoff(self) -> float:
         """What a bound must be below to matter."""
-        return self.best.solution.objective * (1 - CUT_GAP) if self.best is not None else math.inf
+        return self._best_s * (1 - CUT_GAP)
 
-    def _inherited(self, mesh: Mesh, count: int) -> float:
-        """A bound at `count` microbatches from one at fewer: no op or collective takes less for a part of its sizes
-        than that part of its time, so the work of all microbatches only grows; what shrinks is the wait for the
-        pipeline to fill."""
-        bound, fewer = self.least.get(mesh, (0.0, 1))
-        return bound * (fill(mesh, count) / count) / (fill(mesh, fewer) / fewer)
-
-    def _opened(self, trials: Trials, meshes: Sequence[Mesh]) -> Iterator[_Open]:
-        """A bound of each mesh, and its relaxed problem's solution unless another mesh promises to be as good."""
-        known, bounds = math.inf, self._quick_bounds(trials, meshes)
-        for mesh in sorted(meshes, key=bounds.__getitem__):
-            cutoff = min(self._cutoff, known * (1 - CUT_GAP))
-            useful = cutoff * self._gain(mesh, trials.microbatches)
-            self.least[mesh] = (bounds[mesh], trials.microbatches)
-            if bounds[mesh] >= useful:
-                yield _Open(bounds[mesh], mesh, trials)
-                continue
-            self.progress(f"relaxing {mesh}, {trials.microbatches} microbatches")
-            relaxed = trials.relaxed(mesh, useful)
-            bound = max(relaxed.bound, bounds[mesh])
-            self.least[mesh] = (bound, trials.microbatches)
-            if bound >= useful:
-                yield _Open(bound, mesh, trials)
-                continue
-            guess = trials.guess_s(mesh, relaxed)
-            known = min(known, guess)
-            yield _Open(bound, mesh, trials, relaxed, guess)
-
-    def _quick_bounds(self, trials: Trials, meshes: Sequence[Mesh]) -> dict[Mesh, float]:
-        """Bounds that are known without the whole problem."""
-        self.progress(f"bounding {len(meshes)} meshes, {trials.microbatches} microbatches")
-        bounds = {mesh: max(trials.least_s(mesh), self._inherited(mesh, trials.microbatches)) for mesh in meshes}
-        return {
-            mesh: bound if bound >= self._cutoff else max(bound, trials.layer_s(mesh)) for mesh, bound in bounds.items()
-        }
-
-    def _gain(self, mesh: Mesh, count: int) -> float:
-        """How many times faster a mesh may be with more microbatches, at most."""
-        return max(fill(mesh, count) / count / (fill(mesh, other) / other) for other in self.counts if other >= count)
-
-    # -- plans -------------------------------------------------------------------------------------------------
-    def _unfitting(self, trials: Trials, meshes: Sequence[Mesh]) -> Iterator[_Open]:
-        """Offers what fits without recompute; what doesn't is left, and what isn't worth a look while nothing fits."""
-        for each in sorted(self._opened(trials, meshes), key=_Open.order):
-            if each.bound >= self._cutoff:
-                self._cut(each.mesh, trials.microbatches, each.bound)
-                continue
-            if each.relaxed is None and self.best is None:
-                yield each
-                continue
-            self.progress(f"solving {each.mesh}, {trials.microbatches} microbatches")
-            each.relaxed = each.solved()
-            found = trials.free(each.mesh, each.relaxed)
-            if found is None:
-                yield each
-            else:
-                self._offer(found, each.mesh, each.relaxed, trials)
-
-    def _offer(self, found: Found | None, mesh: Mesh, relaxed: Relaxed, trials: Trials) -> None:
+    def _offer(self, found: Found | None, each: _Open, trials: Trials) -> None:
         """Keeps a plan that is better than the best one by now."""
-        count = trials.microbatches
         if found is None:
             reason = f"doesn't fit {format_bytes(self.capacity)} a device" + ", with recompute" * trials.may_recompute
-            self._note(mesh, count, None, None, "infeasible", reason)
+            self._note(each.mesh, each.count, None, None, "infeasible", reason)
             return
         step_s, peak = found.solution.objective, max(found.peaks)
-        is_cut = mesh.num_stages > 1  # by the units' costs, so that only the relaxed bound holds for other cuts
-        self.bounds.append(relaxed.bound if is_cut else found.solution.bound)
-        if self.best is not None and self.best.solution.objective <= step_s:
-            slower = f"{step_s / self.best.solution.objective:.3f} times the best plan{found.again_text}"
-            self._note(mesh, count, step_s, peak, "slower", slower)
+        is_cut = each.mesh.num_stages > 1  # by the units' costs, so that only the relaxed bound holds for other cuts
+        self.bounds.append(each.bound if is_cut else found.solution.bound)
+        if self._best_s <= step_s:
+            slower = f"{step_s / self._best_s:.3f} times the best plan{found.again_text}"
+            self._note(each.mesh, each.count, step_s, peak, "slower", slower)
             return
         beaten = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
         self.best, self.candidates = found, beaten
-        self._note(found.mesh, count, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
+        self._note(found.mesh, each.count, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
 
     # -- what is told ------------------------------------------------------------------------------------------
-    def _cut(self, mesh: Mesh, count: int, bound: float) -> None:
-        self._note(mesh, count, bound, None, "cut", "its bound is no better than the best plan")
-        self.bounds.append(bound)
+    def _cut(self, each: _Open, reason: str) -> None:
+        self._note(each.mesh, each.count, each.bound, None, "cut", reason)
+        self.bounds.append(each.bound)
 
     def _note(self, mesh: Mesh, count: int, step_s: float | None, peak: int | None, status: str, reason: str) -> None:
         self.candidates.append(Candidate(mesh, count, mesh.num_stages, step_s, peak, status, reason))
@@ -302,6 +276,13 @@ class _Search:
             f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more "
             "microbatches"
         )
+
+
+def _inherited(each: _Open, count: int) -> float:
+    """A bound at `count` microbatches from one at fewer: no op or collective takes less for a part of its sizes than
+    that part of its time, so the work of all microbatches only grows; what shrinks is the wait for the pipeline to
+    fill."""
+    return each.bound * (fill(each.mesh, count) / count) / (fill(each.mesh, each.count) / each.count)
 
 
 def _as_plan(search: _Search, found: Found, solved_s: float) -> Plan:

@@ -112,6 +112,7 @@ class Trials:
     times: dict[Node, int] = field(default_factory=dict)
     homes: dict[Node, str] = field(default_factory=dict)
     shares: dict[int, dict[str, float]] = field(default_factory=dict)
+    once: dict[int, float] = field(default_factory=dict)
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
 
@@ -167,8 +168,11 @@ class Trials:
 
     def _once_s(self, ranks: int) -> float:
         """Seconds of what runs once a step, on all stages together."""
-        times = self._times()
-        return least_seconds({node: times[node] for node in self._ops("step")}, ranks, self._compute_s)
+        if ranks not in self.once:
+            times = self._times()
+            ops = {node: times[node] for node in self._ops("step")}
+            self.once[ranks] = least_seconds(ops, ranks, self._compute_s)
+        return self.once[ranks]
 
     def _ops(self, level: str) -> list[Node]:
         return [node for node in self.whole.graph.nodes if node.op == "call_function" and node.meta["level"] == level]

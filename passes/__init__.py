@@ -20,6 +20,7 @@ from autopar.program.parts import Part, Pipeline, StageProgram
 from passes.bucket_collectives import bucket_collectives
 from passes.check_layouts import check_layouts
 from passes.context import Context
+from passes.editing import in_place
 from passes.eliminate_dead_code import eliminate_dead_code
 from passes.insert_moves import insert_moves
 from passes.lay_out import lay_out
@@ -52,7 +53,8 @@ def lower(graph: Graph, context: Context, part_passes: tuple[Any, ...] = PART_PA
         if checks and step_pass in KEEPS_LAYOUTS:
             check_layouts(graph, context.mesh, step_pass.__name__)
     pipeline = split_stages(graph, context)
-    return replace(pipeline, stages=tuple(_lower_parts(s, context, part_passes) for s in pipeline.stages))
+    with in_place():
+        return replace(pipeline, stages=tuple(_lower_parts(s, context, part_passes) for s in pipeline.stages))
 
 
 def _lower_parts(stage: StageProgram, context: Context, part_passes: tuple[Any, ...]) -> StageProgram:

@@ -3,13 +3,15 @@
     def fold(part, context): return edit(part, lambda graph: ...)
 
 Invariants:
-- a pass never changes the graph that it was given;
+- a pass never changes the graph that it was given, but `in_place`, where a pipeline of passes owns it;
 - `meta` is copied per node (the dict, not its values), so annotations of a copy don't leak back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,6 +32,19 @@ class Uncompiled(fx.GraphModule):
 Graphlike = TypeVar("Graphlike", Part, fx.GraphModule)
 
 
+_IN_PLACE: ContextVar[bool] = ContextVar("autopar_in_place", default=False)
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """Within the block, passes change the graphs that they are given: nobody else has them."""
+    token = _IN_PLACE.set(True)
+    try:
+        yield
+    finally:
+        _IN_PLACE.reset(token)
+
+
 def edit(owner: Graphlike, change: Callable[[fx.Graph], None]) -> Graphlike:
     """A `Part` or `GraphModule` with a changed copy of its graph."""
     if isinstance(owner, Part):
@@ -38,7 +53,7 @@ def edit(owner: Graphlike, change: Callable[[fx.Graph], None]) -> Graphlike:
 
 
 def _edited(module: fx.GraphModule, change: Callable[[fx.Graph], None]) -> fx.GraphModule:
-    graph, _ = copy_graph(module.graph)
+    graph = module.graph if _IN_PLACE.get() else copy_graph(module.graph)[0]
     change(graph)
     graph.lint()
     return Uncompiled(module, graph)

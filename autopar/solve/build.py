@@ -203,8 +203,9 @@ class _Builder:
 
     def build_part(self, part: Collection[Node]) -> abstract.Problem:
         self._find_homes()
+        wanted = set(part)
         for node in self.step.graph.nodes:
-            if node in part and node.target is not operator.getitem:
+            if node in wanted and node.target is not operator.getitem:
                 self._add_node(node)
         for node in self.graph_nodes:
             self._add_operand_edges(node)

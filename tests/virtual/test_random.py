@@ -41,12 +41,12 @@ PLANS = [
 
 
 @functools.cache
-def expected_masks(microbatches: int, num_steps: int) -> list[dict[tuple[int, int | None], Tensor]]:
-    """Per step: the captured step's mask for each (number of the draw, microbatch)."""
+def expected_masks(microbatches: int, num_steps: int) -> list[dict[tuple[str, int | None], Tensor]]:
+    """Per step: the captured step's mask for each (name of the draw, microbatch)."""
     step = step_of("gpt, dropout", microbatches)
     found = []
     for index in range(num_steps):
-        masks: dict[tuple[int, int | None], Tensor] = {}
+        masks: dict[tuple[str, int | None], Tensor] = {}
         for microbatch, key in enumerate(random_keys(0, index, microbatches)):
             for node in step.capture().gradient.graph.nodes:
                 if node.target is MASK:
@@ -55,9 +55,9 @@ def expected_masks(microbatches: int, num_steps: int) -> list[dict[tuple[int, in
     return found
 
 
-def drawn_masks(step: TrainStep, pipeline: Pipeline, num_steps: int) -> list[dict[tuple[int, int | None], Tensor]]:
+def drawn_masks(step: TrainStep, pipeline: Pipeline, num_steps: int) -> list[dict[tuple[str, int | None], Tensor]]:
     """Per step: the masks that all ranks drew, put together."""
-    found: list[dict[tuple[int, int | None], Tensor]] = []
+    found: list[dict[tuple[str, int | None], Tensor]] = []
 
     def observe(stage: int, part: str, microbatch: int | None, node: Any, wide: Wide) -> None:
         if node.target is MASK:

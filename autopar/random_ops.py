@@ -1,14 +1,15 @@
-"""Random ops of a captured graph: pure functions of a key, the op's number, and each element's global index.
+"""Random ops of a captured graph: pure functions of a key, the draw's name, and each element's global index.
 
-    mask = autopar::random_mask(key, op, shape, keep)                # bool [*shape], True with probability `keep`
-    u    = autopar::random_uniform(key, op, shape, dtype)            # in [0, 1)
-    z    = autopar::random_normal(key, op, shape, dtype)
-    n    = autopar::random_integers(key, op, shape, low, high, dtype)
+    mask = autopar::random_mask(key, name, shape, keep)              # bool [*shape], True with probability `keep`
+    u    = autopar::random_uniform(key, name, shape, dtype)          # in [0, 1)
+    z    = autopar::random_normal(key, name, shape, dtype)
+    n    = autopar::random_integers(key, name, shape, low, high, dtype)
 
-`key` is an int64 scalar on the CPU (`randomness.microbatch_key`), `op` the number of the draw in its forward. An
-element's index is its place in the row-major order of the whole value, whatever the strides. A shard draws its part:
+`key` is an int64 scalar on the CPU (`randomness.microbatch_key`), `name` what tells a draw from the others of its
+microbatch: the path of the module that draws, and a count ("blocks.3.attention#0"). An element's index is its place in
+the row-major order of the whole value, whatever the strides. A shard draws its part:
 
-    random_mask(key, op, [2, 4], keep, sizes=[2, 4], strides=[8, 1], offset=4)      # columns 4 to 7 of [2, 8]
+    random_mask(key, name, [2, 4], keep, sizes=[2, 4], strides=[8, 1], offset=4)      # columns 4 to 7 of [2, 8]
 
 `sizes` are the shard's factors, major to minor, `strides` the steps of the global index along them.
 
@@ -39,26 +40,26 @@ Draw = Callable[[randomness.Key, Tensor], Tensor]
 """(stream, global indices) → a number for each index."""
 
 
-def random_mask(key: Tensor, op: int, shape: Sequence[int], keep: float, **shard: Any) -> Tensor:
+def random_mask(key: Tensor, name: str, shape: Sequence[int], keep: float, **shard: Any) -> Tensor:
     """Bool [*shape]: True with probability `keep`. `shard`: keywords `sizes`, `strides`, `offset`, and the `device`."""
-    return _drawn(key, op, shape, torch.bool, lambda k, i: randomness.bernoulli(k, i, keep), **shard)
+    return _drawn(key, name, shape, torch.bool, lambda k, i: randomness.bernoulli(k, i, keep), **shard)
 
 
-def random_uniform(key: Tensor, op: int, shape: Sequence[int], dtype: torch.dtype, **shard: Any) -> Tensor:
+def random_uniform(key: Tensor, name: str, shape: Sequence[int], dtype: torch.dtype, **shard: Any) -> Tensor:
     """`dtype` [*shape], uniform in [0, 1)."""
-    return _drawn(key, op, shape, dtype, lambda k, i: randomness.uniform(k, i, dtype), **shard)
+    return _drawn(key, name, shape, dtype, lambda k, i: randomness.uniform(k, i, dtype), **shard)
 
 
-def random_normal(key: Tensor, op: int, shape: Sequence[int], dtype: torch.dtype, **shard: Any) -> Tensor:
+def random_normal(key: Tensor, name: str, shape: Sequence[int], dtype: torch.dtype, **shard: Any) -> Tensor:
     """`dtype` [*shape], standard normal."""
-    return _drawn(key, op, shape, dtype, lambda k, i: randomness.normal(k, i, dtype), **shard)
+    return _drawn(key, name, shape, dtype, lambda k, i: randomness.normal(k, i, dtype), **shard)
 
 
 def random_integers(
-    key: Tensor, op: int, shape: Sequence[int], low: int, high: int, dtype: torch.dtype, **shard: Any
+    key: Tensor, name: str, shape: Sequence[int], low: int, high: int, dtype: torch.dtype, **shard: Any
 ) -> Tensor:
     """`dtype` [*shape], integers in [low, high)."""
-    return _drawn(key, op, shape, dtype, lambda k, i: randomness.integers(k, i, low, high, dtype), **shard)
+    return _drawn(key, name, shape, dtype, lambda k, i: randomness.integers(k, i, low, high, dtype), **shard)
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def random_integers(
 
 def _drawn(
     key: Tensor,
-    op: int,
+    name: str,
     shape: Sequence[int],
     dtype: torch.dtype,
     draw: Draw,
@@ -80,7 +81,7 @@ def _drawn(
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
     if out.numel() == 0:
         return out
-    stream = randomness.stream_key(int(key), op)
+    stream = randomness.stream_key(int(key), randomness.name_word(name))
     flat, start = out.view(-1), 0
     block = _BLOCK.get(out.device.type, _DEVICE_BLOCK)
     for index in _indices(sizes or [out.numel()], strides or [1], offset, block, out.device):
@@ -136,7 +137,7 @@ _SCHEMAS: dict[Callable[..., Tensor], str] = {
 }
 
 
-def _fake(key: Tensor, op: int, shape: Sequence[int], *parameters: Any, device: Any = None, **shard: Any) -> Tensor:
+def _fake(key: Tensor, name: str, shape: Sequence[int], *parameters: Any, device: Any = None, **shard: Any) -> Tensor:
     dtypes = [value for value in parameters if isinstance(value, torch.dtype)]
     return torch.empty(shape, dtype=dtypes[0] if dtypes else torch.bool, device=device)
 
@@ -144,10 +145,10 @@ def _fake(key: Tensor, op: int, shape: Sequence[int], *parameters: Any, device: 
 def _register() -> Any:
     library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
     for function, parameters in _SCHEMAS.items():
-        name = function.__name__
-        library.define(f"{name}(Tensor key, SymInt op, SymInt[] shape, {parameters}, {_SHARD}) -> Tensor")
-        library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"autopar::{name}", _fake, lib=library)
+        op = function.__name__
+        library.define(f"{op}(Tensor key, str name, SymInt[] shape, {parameters}, {_SHARD}) -> Tensor")
+        library.impl(op, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"autopar::{op}", _fake, lib=library)
     return library
 
 

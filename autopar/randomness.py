@@ -1,7 +1,7 @@
 """Counter-based random numbers: each element is a pure function of a stream's key and the element's global index.
 
     word  = microbatch_key(seed, step, microbatch)       # an int: what a step's graph is given
-    key   = stream_key(word, op)                         # the stream of its random op number `op`
+    key   = stream_key(word, name_word("blocks.3#0"))    # the stream of one of its draws, by the draw's name
     index = torch.arange(rows * columns).view(rows, columns)
     keep  = bernoulli(key, index, 0.9)                   # a shard passes its part of `index`, gets its part of `keep`
 
@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import torch
@@ -54,6 +55,11 @@ def stream_key(*parts: int) -> Key:
 def microbatch_key(seed: int, step: int, microbatch: int) -> int:
     """The word that a microbatch's random ops draw from, an int64."""
     return stream_key(seed, step, microbatch)[0]
+
+
+def name_word(name: str) -> int:
+    """The word of a draw's name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def random_keys(seed: int, step: int, microbatches: int) -> list[Tensor]:

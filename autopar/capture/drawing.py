@@ -4,9 +4,13 @@
         loss = model(batch)
         loss.backward()
 
-A dispatch mode answers each random op of ATen with `autopar.random_ops`. What tells two draws of a forward apart is
-their number in it, and that number is the seed of torch's own CPU generator: what saves and restores that generator's
-state, as `torch.utils.checkpoint` does around what it runs again, restores the count of draws with it.
+A dispatch mode answers each random op of ATen with `autopar.random_ops`. What tells two draws of a microbatch apart is
+their name: the path of the module that draws, and how many draws that module made before ("blocks.3.attention#0"). So
+equal layers draw alike but for their paths, and what stands for several (`folding`) knows the draws of all of them.
+
+Draws are counted by the seed of torch's own CPU generator: what saves and restores that generator's state, as
+`torch.utils.checkpoint` does around what it runs again, restores the count with it, and a count that has had its draw
+has its name.
 
 Invariants:
 - an op draws one stream, over the row-major index of its result; so capture may draw another op's numbers for it, as
@@ -20,16 +24,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar.random_ops  # noqa: F401  (registers the ops)
 from autopar.capture.distributions import DRAWS
 from autopar.capture.labels import caller_source
+from autopar.capture.running import Running, draw_name
 from autopar.errors import CaptureError
 from autopar.private import OpOverload, TorchDispatchMode
 from autopar.randomness import microbatch_key
@@ -40,12 +46,17 @@ Shape = Sequence[int]
 
 
 @contextlib.contextmanager
-def reference_rng(seed: int = 0, step: int = 0, microbatch: int = 0) -> Iterator[None]:
+def reference_rng(
+    seed: int = 0, step: int = 0, microbatch: int = 0, *, model: nn.Module | None = None
+) -> Iterator[None]:
     """Inside, an eager model draws the numbers that a compiled one draws in that step and microbatch.
 
     `seed`: as given to `program.start`; `step`: how many optimizer steps were made before; `microbatch`: which
     contiguous slice of the batch the model is given. Forward and backward both belong inside. Attention is computed by
     its definition on GPUs: fused kernels drop weights by numbers of their own.
+    `model`: what the step was made of; to be given where the first module that is called inside is another (a wrapper
+    of the model, or a part of it), as draws are named by paths in it.
+    Raises `CaptureError` where a module draws that isn't part of the model.
     """
     key = torch.tensor(microbatch_key(seed, step, microbatch))
     with contextlib.ExitStack() as stack:
@@ -53,18 +64,20 @@ def reference_rng(seed: int = 0, step: int = 0, microbatch: int = 0) -> Iterator
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(drawing(key, drawing.__code__))
+        stack.enter_context(drawing(key, drawing.__code__, model))
         yield
 
 
 @contextlib.contextmanager
-def drawing(key: Tensor, root: CodeType) -> Iterator[Draws]:
-    """Inside, random ops draw from `key` (an int64 scalar on the CPU), the first of them number 0.
+def drawing(key: Tensor, root: CodeType, model: nn.Module | None = None) -> Iterator[Draws]:
+    """Inside, random ops draw from `key` (an int64 scalar on the CPU).
 
-    `root`: the code of the function in whose frames the user's line is looked for.
+    `root`: the code of the function in whose frames the user's line is looked for. `model`: by whose modules' paths
+    draws are named; by default the first module that is called.
     """
-    mode = Draws(key, root)
-    with torch.random.fork_rng(devices=[]), mode:
+    running = Running(model)
+    mode = Draws(key, root, running)
+    with torch.random.fork_rng(devices=[]), running.followed(), mode:
         torch.default_generator.manual_seed(0)
         yield mode
 
@@ -72,37 +85,45 @@ def drawing(key: Tensor, root: CodeType) -> Iterator[Draws]:
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws numbers, and answers random ops with them."""
 
-    def __init__(self, key: Tensor, root: CodeType) -> None:
+    def __init__(self, key: Tensor, root: CodeType, running: Running) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.key, self.root = key, root
+        self.key, self.root, self.running = key, root, running
+        self._names: dict[int, str] = {}
+        """By the count at which they were drawn."""
+        self._counts: Counter[str] = Counter()
+        """By path."""
 
     # -- numbers -------------------------------------------------------------------------------------------------
     def mask(self, shape: Shape, keep: float, device: Device = None) -> Tensor:
         """Bool, True with probability `keep`."""
-        drawn: Tensor = torch.ops.autopar.random_mask(self.key, self._number(), shape, keep, device=device)
+        drawn: Tensor = torch.ops.autopar.random_mask(self.key, self._name(), shape, keep, device=device)
         return drawn
 
     def uniform(self, shape: Shape, dtype: torch.dtype, device: Device = None) -> Tensor:
         """In [0, 1)."""
-        drawn: Tensor = torch.ops.autopar.random_uniform(self.key, self._number(), shape, dtype, device=device)
+        drawn: Tensor = torch.ops.autopar.random_uniform(self.key, self._name(), shape, dtype, device=device)
         return drawn
 
     def normal(self, shape: Shape, dtype: torch.dtype, device: Device = None) -> Tensor:
         """Standard normal."""
-        drawn: Tensor = torch.ops.autopar.random_normal(self.key, self._number(), shape, dtype, device=device)
+        drawn: Tensor = torch.ops.autopar.random_normal(self.key, self._name(), shape, dtype, device=device)
         return drawn
 
     def integers(self, shape: Shape, low: int, high: int, dtype: torch.dtype, device: Device = None) -> Tensor:
         """In [low, high)."""
-        number = self._number()
-        drawn: Tensor = torch.ops.autopar.random_integers(self.key, number, shape, low, high, dtype, device=device)
+        name = self._name()
+        drawn: Tensor = torch.ops.autopar.random_integers(self.key, name, shape, low, high, dtype, device=device)
         return drawn
 
-    def _number(self) -> int:
+    def _name(self) -> str:
         generator = torch.default_generator
-        number = generator.initial_seed()
-        generator.manual_seed(number + 1)
-        return number
+        count = generator.initial_seed()
+        generator.manual_seed(count + 1)
+        if count not in self._names:
+            path = self.running.path
+            self._names[count] = draw_name(path, self._counts[path])
+            self._counts[path] += 1
+        return self._names[count]
 
     # -- ops -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,8 @@
 The periods 1 and n-2 must be alike, node by node: the same ops and arguments, the same reads of what is outside the
 run, and of the periods before and after. The first and the last may differ (positions that only the first makes,
 gradients that the last begins to sum). Periods between are copies: they read the one before as n-2 reads 1, and the one
-after as 1 reads n-2.
+after as 1 reads n-2. A layer's random draws are named by its path; what is drawn between layers by a module outside of
+them (a dropout that all share) is counted on from layer to layer.
 
 Invariant: what `whole` gives is what tracing all layers gives, as far as the model treats equal layers alike; `compile`
 traces all of them and compares.
@@ -27,9 +28,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar.capture.graphs import Captured, Role, assign_keys
+from autopar.capture.running import draw_name, parsed_draw_name
 from autopar.capture.runs import Numbers, Repeats, Run
 from autopar.layers import block_of, blocks_of
 from autopar.private import rename
+from autopar.random_ops import LOWERED as RANDOM_OPS
 
 
 class UnequalError(Exception):
@@ -92,6 +95,9 @@ class _Unfolding:
     members: dict[tuple[int, str], list[Node]] = field(default_factory=dict)
     pattern: dict[str, list[Any]] = field(default_factory=dict)
     """Part → for each of its nodes the arguments that a period between has."""
+    counted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Module outside of the layers → how often it draws in each period, and the first draw in the last of the pattern.
+    """
     graph: Graph = field(default_factory=Graph)
     env: dict[Node, Node] = field(default_factory=dict)
     copies: list[dict[tuple[str, int], Node]] = field(default_factory=list)
@@ -153,8 +159,11 @@ class _Unfolding:
                 raise self._unequal(f"their nodes in the {part} stand between each other's")
             for node in (*one, *other):
                 self._check_readers(node)
-            pairs = zip(one, other, strict=True)
-            self.pattern[part] = [self._alike(_call(a), _call(b)) for a, b in pairs]
+            pairs = [*zip(one, other, strict=True)]
+            for a, b in pairs:
+                if a.target == b.target and a.target in RANDOM_OPS:
+                    self._count_draws(a, b)
+            self.pattern[part] = [self._alike(self._call(a), self._call(b)) for a, b in pairs]
         if self.old.whole is not None:
             paths = (node.meta.get("path", "") for node in self.old.whole.graph.nodes)
             if any(self.run.place(block_of(path)) for path in paths):
@@ -168,6 +177,13 @@ class _Unfolding:
         for user in node.users:
             if user.op != "output" and self.place.get(user, _OUTSIDE)[0] not in near:
                 raise self._unequal(f"{user.name}, which is far from it, reads {node.name}")
+
+    def _call(self, node: Node) -> tuple[Any, ...]:
+        """What must be alike of two nodes; a draw has the name that it would have in period 0."""
+        value = node.meta.get("val")
+        kind = (value.shape, value.dtype) if isinstance(value, Tensor) else None
+        args = self._with_draw(node, node.args, 0)
+        return node.target if node.op == "call_function" else kind, args, node.kwargs
 
     def _alike(self, one: Any, other: Any) -> Any:
         """What the first and the last of the pattern have in one place, in the terms of any period between."""
@@ -246,6 +262,7 @@ class _Unfolding:
 
     def _make(self, node: Node, args: Any, kwargs: Any, wanted: int) -> Node:
         """A node like `node`, for period `wanted`."""
+        args = self._with_draw(node, args, wanted)
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = copy.copy(node.meta)
         new.meta["path"] = self._renamed(node.meta.get("path", ""), wanted)
@@ -264,6 +281,29 @@ class _Unfolding:
         block = block_of(path)
         found = self.run.place(block)
         return path if block is None or found is None else self.run.block(wanted, found[1]) + path[len(block) :]
+
+    # -- random draws ------------------------------------------------------------------------------------------
+    def _count_draws(self, one: Node, other: Node) -> None:
+        """Notes how a module outside of the layers counts on from layer to layer, by its draws in two of them."""
+        (path, here), (_, there) = (parsed_draw_name(node.args[1]) for node in (one, other))  # type: ignore[arg-type]
+        if self.run.place(block_of(path)) is None and there > here:
+            _, begin = self.counted.get(path, (0, there))
+            self.counted[path] = (there - here, min(begin, there))
+
+    def _with_draw(self, node: Node, args: tuple[Any, ...], wanted: int) -> tuple[Any, ...]:
+        """The arguments of a node like `node` for period `wanted`, a draw's with its name there."""
+        if node.target not in RANDOM_OPS:
+            return args
+        path, occurrence = parsed_draw_name(node.args[1])  # type: ignore[arg-type]
+        number, place = self.place.get(node, _OUTSIDE)[0], self.run.place(block_of(path))
+        if place is not None and place[0] == number:
+            path = self._renamed(path, wanted)
+        each, begin = self.counted.get(path, (0, 0))
+        if number < 0 and occurrence >= begin:
+            number, wanted = self.run.kept[-1], self.numbers[-1]
+        if number >= 0:
+            occurrence += each * (wanted - self.run.kept.index(number))
+        return args[0], draw_name(path, occurrence), *args[2:]
 
     # -- what is returned --------------------------------------------------------------------------------------
     def _output(self) -> tuple[Role, ...]:
@@ -300,10 +340,3 @@ class _Unfolding:
     def _number(self, role: Role) -> int:
         found = self.run.place(block_of(role.name))
         return found[0] if found is not None else -1
-
-
-def _call(node: Node) -> tuple[Any, ...]:
-    """What must be alike of two nodes."""
-    value = node.meta.get("val")
-    kind = (value.shape, value.dtype) if isinstance(value, Tensor) else None
-    return node.target if node.op == "call_function" else kind, node.args, node.kwargs

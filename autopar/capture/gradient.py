@@ -193,7 +193,7 @@ class _Step:
         request = self.request
         with (
             self.labels.following(request.model),
-            drawing(key, _Step.flat.__code__) as draws,
+            drawing(key, _Step.flat.__code__, request.model) as draws,
             torch.set_grad_enabled(bool(request.trainable)),
         ):
             marks = term_marks() if self._is_shared else {}

@@ -306,7 +306,7 @@ class EagerStep:
         self.optimizer.zero_grad()
         losses, shares = [], self._shares(step)
         for index in range(self.pieces):
-            with reference_rng(self.seed, step, index):
+            with reference_rng(self.seed, step, index, model=self.model):
                 loss = self._loss(microbatch(self.source.batch_tensors(), index, self.pieces))
                 weight = (shares[index] / loss.detach()).nan_to_num().item() if shares else 1 / self.pieces
                 if weight:

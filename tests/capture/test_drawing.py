@@ -214,6 +214,21 @@ class Recurrent(nn.Module):
         return self.layers(x.view(3, 2, 8))[0].square().mean()
 
 
+class Shared(nn.Module):
+    """A module called twice, and once more under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.first = nn.Dropout(0.5)
+        self.parts = nn.ModuleDict({"again": self.first, "other": nn.Dropout(0.5)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.first, self.parts["other"], self.parts["again"], self.first):
+            x = x + part(self.scale.expand_as(x))
+        return x.square().mean()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "checkpointed, other numbers when run again": lambda: Checkpointed(keep_rng=False),
@@ -221,6 +236,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: Encoder(need_weights=False),
     "encoder, attention's weights": lambda: Encoder(need_weights=True),
     "recurrent": Recurrent,
+    "shared": Shared,
 }
 
 
@@ -245,8 +261,41 @@ def test_what_a_checkpoint_runs_again_draws_again() -> None:
     graph = TrainStep(Checkpointed(), {"x": X}).capture().gradient
     draws = [(n.meta["phase"], n.args[1], n.meta["path"]) for n in graph.graph.nodes if op_name(n) == "random_mask"]
     forward, backward = ([draw[1:] for draw in draws if draw[0] == phase] for phase in ("forward", "backward"))
-    assert [number for number, _ in forward] == list(range(6))
-    assert set(backward) <= set(forward) and {number for number, _ in backward} == {1, 2, 3, 4}
+    blocks = [f"blocks.{i}{where}#0" for i in range(2) for where in ("", ".dropout")]
+    assert [name for name, _ in forward] == ["#0", *blocks, "#1"]
+    assert set(backward) <= set(forward) and {name for name, _ in backward} == set(blocks)
+
+
+def test_every_call_of_a_module_draws_other_numbers() -> None:
+    step = TrainStep(Shared(), X, loss=lambda output, batch: F.dropout(output.expand(2), 0.5).sum())
+    draws = [node for node in step.capture().gradient.graph.nodes if op_name(node) == "random_mask"]
+    names = [node.args[1] for node in draws if node.meta["phase"] == "forward"]
+    assert names == ["first#0", "parts.other#0", "first#1", "first#2", "#0"]
+    masks = {tuple(torch.ops.autopar.random_mask(torch.tensor(0), name, [50], 0.5).tolist()) for name in names}
+    assert len(masks) == len(names)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def test_a_wrapped_model_draws_its_own_numbers_where_it_is_named() -> None:
+    model = Block()
+    expected = eager(model)
+    with autopar.reference_rng(seed=3, microbatch=1, model=model):
+        assert torch.equal(Wrapper(model)(X), expected)
+    with autopar.reference_rng(seed=3, microbatch=1):
+        assert not torch.equal(Wrapper(model)(X), expected)
+
+
+def test_draws_of_what_isn_t_the_model_are_refused() -> None:
+    with autopar.reference_rng(), pytest.raises(CaptureError, match="Dropout draws numbers, but isn't part of Linear"):
+        nn.Dropout(0.5)(nn.Linear(8, 8)(X))
 
 
 def test_the_backward_keeps_masks_of_a_byte() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import capture_models as models
 import pytest
 import sympy
@@ -11,12 +15,23 @@ from autopar.capture import TrainStep, op_name
 from autopar.capture.symbolic import BATCH, SEQUENCE
 
 
-@pytest.mark.parametrize("make", [models.GPT, models.tiny_llama, models.tiny_gpt2], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("size", [1, 4])
-def test_formulas_give_the_static_shapes(make: type[nn.Module], size: int) -> None:
-    batch = models.token_batch(size) if make is models.GPT else models.hf_batch(size)
-    step = TrainStep(make(), batch)
-    shapes = step.symbolic_shapes()
+@functools.cache
+def step_and_shapes(make: Callable[[], nn.Module], size: int) -> tuple[TrainStep, dict[str, tuple[Any, ...]]]:
+    """A step with microbatches of `size`, and its shapes."""
+    microbatches = 2 if make is models.tiny_gpt2 else 1
+    rows = size * microbatches
+    batch = models.token_batch(rows) if make is models.GPT else models.hf_batch(rows)
+    step = TrainStep(make(), batch, microbatches=microbatches)
+    return step, step.symbolic_shapes()
+
+
+@pytest.mark.parametrize(
+    ("size", "make"),
+    [(1, models.GPT), (1, models.tiny_llama), (4, models.tiny_llama), (4, models.tiny_gpt2)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_formulas_give_the_static_shapes(size: int, make: Callable[[], nn.Module]) -> None:
+    step, shapes = step_and_shapes(make, size)
     for node in step.capture().gradient.graph.nodes:
         if node.name in shapes:
             at = {BATCH: size, SEQUENCE: 8}
@@ -28,7 +43,6 @@ def test_formulas_give_the_static_shapes(make: type[nn.Module], size: int) -> No
 
 
 def test_flattened_dims_are_products() -> None:
-    step = TrainStep(models.tiny_gpt2(), models.hf_batch(), microbatches=2)
-    shapes = step.symbolic_shapes()
+    step, shapes = step_and_shapes(models.tiny_gpt2, 4)
     products = [node for node in step.capture().gradient.graph.nodes if op_name(node) == "mm"]
     assert products and any(shapes[node.name][0] == BATCH * SEQUENCE for node in products)

@@ -229,7 +229,7 @@ def test_a_shard_of_a_mask_is_that_part_of_the_whole_mask(mesh: str, choice: str
     """A dim that is a product, split at its minor factor: the shard's elements lie apart in the whole."""
 
     def function(key: Tensor, x: Tensor) -> Tensor:
-        return torch.ops.autopar.random_mask(key, 1, [24, 8], 0.5).view(4, 6, 8) * x
+        return torch.ops.autopar.random_mask(key, "#1", [24, 8], 0.5).view(4, 6, 8) * x
 
     inputs = {"key": torch.tensor(7), "x": floats(4, 6, 8)}
     graph = checked(function, inputs, mesh, {"autopar.random_mask#0": choice})
@@ -239,9 +239,9 @@ def test_a_shard_of_a_mask_is_that_part_of_the_whole_mask(mesh: str, choice: str
 
 def test_numbers_of_other_kinds_by_the_global_index() -> None:
     def function(key: Tensor) -> Tensor:
-        uniform = torch.ops.autopar.random_uniform(key, 1, [4, 6], torch.float64)
-        normal = torch.ops.autopar.random_normal(key, 2, [4, 6], torch.float64)
-        return uniform + normal + torch.ops.autopar.random_integers(key, 3, [4, 6], -9, 9, torch.int64)
+        uniform = torch.ops.autopar.random_uniform(key, "#1", [4, 6], torch.float64)
+        normal = torch.ops.autopar.random_normal(key, "#2", [4, 6], torch.float64)
+        return uniform + normal + torch.ops.autopar.random_integers(key, "#3", [4, 6], -9, 9, torch.int64)
 
     choices = {
         f"autopar.random_{kind}#0": f"tp=d{dim}" for kind, dim in (("uniform", 0), ("normal", 1), ("integers", 1))

@@ -156,7 +156,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]], Any]] = {
     "gpt": (gpt, token_batch, adamw),
     "gpt, 3 layers": (functools.partial(gpt, layers=3), token_batch, adamw),
-    "gpt, dropout": (functools.partial(gpt, layers=2, dropout=0.2), token_batch, momentum),
+    "gpt, dropout": (functools.partial(gpt, dropout=0.2), token_batch, momentum),
     "gpt, frozen, momentum": (frozen_gpt, token_batch, momentum),
     "gpt, 8 rows": (gpt, lambda: token_batch(8), adamw),
     **{

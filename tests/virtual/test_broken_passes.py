@@ -141,7 +141,7 @@ GRAPH_MISTAKES: dict[str, tuple[Callable[[Graph], int], str]] = {
 def test_a_mistake_in_a_part(mistake: str) -> None:
     change, mesh = GRAPH_MISTAKES[mistake]
     struck: list[int] = []
-    assert is_caught(lambda: len(struck), mesh, change=parts_changed(change, struck))
+    assert is_caught(lambda: len(struck), mesh, "perceptrons, 8 rows", change=parts_changed(change, struck))
 
 
 # -- rules that a pass forgets ------------------------------------------------------------------------------------

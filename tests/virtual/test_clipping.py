@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ LIMIT = 0.1
 
 def clipped_step(microbatches: int = 1, optimizer: Any = momentum, model: Any = None, **options: Any) -> TrainStep:
     torch.manual_seed(0)
-    model = gpt(layers=2) if model is None else model
+    model = gpt() if model is None else model
     return TrainStep(model, token_batch(), optimizer=optimizer, microbatches=microbatches, clip_norm=LIMIT, **options)
+
+
+shared_step = functools.cache(clipped_step)
 
 
 def lowered(step: TrainStep, cluster: str, pins: str) -> Pipeline:
@@ -44,7 +48,7 @@ def lowered(step: TrainStep, cluster: str, pins: str) -> Pipeline:
     ],
 )
 def test_norm_and_parameters(cluster: str, pins: str, microbatches: int) -> None:
-    step = clipped_step(microbatches)
+    step = shared_step(microbatches)
     pipeline = lowered(step, cluster, pins)
     report = verify(step, pipeline, weights_of(step), 2)
     assert report.ok, str(report)
@@ -85,7 +89,7 @@ def test_a_norm_per_stage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(graph, stage, [total for total in totals if total.meta["stage"] == stage])
 
     monkeypatch.setattr(clipping, "_norm", own_stage_only)
-    step = clipped_step(2)
+    step = shared_step(2)
     report = verify(step, lowered(step, "2xcpu", "pp=2"), weights_of(step), 1)
     assert report.first is not None and report.first.name == "grad_norm"
 

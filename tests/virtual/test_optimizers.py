@@ -11,9 +11,26 @@ from autopar.compiling import compile
 from autopar.planning import plan
 from autopar.program.verify import VerifyReport, verify
 from tests.capture.test_update import OPTIMIZERS
-from tests.virtual.step_models import gpt, token_batch, weights_of
+from tests.virtual.step_models import weights_of
 
-NAMES = ("nesterov", "amsgrad", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "adafactor", "user's own")
+PINS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("nesterov", "adagrad", "nadam", "adamax"), ("tp=2",)),
+    **dict.fromkeys(("rmsprop", "radam", "adadelta"), ("dp=2, zero=3",)),
+    **dict.fromkeys(("amsgrad", "adafactor", "user's own"), ("tp=2", "dp=2, zero=3")),
+}
+"""By optimizer; most are pointwise, and one way of splitting their state is as good as another."""
+
+
+class Perceptron(nn.Module):
+    """Weights that are matrices and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        error: Tensor = self.down(torch.tanh(self.norm(self.up(x)))) - x
+        return error.square().mean()
 
 
 class Matrices(nn.Module):
@@ -28,16 +45,20 @@ class Matrices(nn.Module):
         return error.square().mean()
 
 
+def perceptron_step(name: str, microbatches: int = 1) -> TrainStep:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 8)}
+    return TrainStep(Perceptron(), batch, optimizer=OPTIMIZERS[name], microbatches=microbatches)
+
+
 def report_of(step: TrainStep, pins: str, cluster: str = "2xcpu") -> VerifyReport:
     program = compile(step, plan(step, cluster, pin=pins))
     return verify(step, program.pipeline, weights_of(step), 3)
 
 
-@pytest.mark.parametrize("pins", ["tp=2", "dp=2, zero=3"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "pins"), [(name, pins) for name in PINS for pins in PINS[name]])
 def test_optimizer(name: str, pins: str) -> None:
-    torch.manual_seed(0)
-    report = report_of(TrainStep(gpt(), token_batch(), optimizer=OPTIMIZERS[name]), pins)
+    report = report_of(perceptron_step(name), pins)
     assert report.ok, str(report)
 
 
@@ -45,13 +66,11 @@ def test_optimizer(name: str, pins: str) -> None:
     ("name", "cluster", "pins"), [("adafactor", "2xcpu", "pp=2"), ("user's own", "4xcpu", "dp=2, tp=2, zero=1")]
 )
 def test_optimizer_on_more_axes(name: str, cluster: str, pins: str) -> None:
-    torch.manual_seed(0)
-    step = TrainStep(gpt(), token_batch(), optimizer=OPTIMIZERS[name], microbatches=2)
-    report = report_of(step, pins, cluster)
+    report = report_of(perceptron_step(name, 2), pins, cluster)
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("pins", ["tp=2", "dp=2, zero=1", "dp=2, zero=3"])
+@pytest.mark.parametrize("pins", ["tp=2", "dp=2, zero=3"])
 def test_the_matrix_iteration_of_muon(pins: str) -> None:
     """Both halves: it iterates in bf16, where the captured step rounds as the real optimizer does."""
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from autopar.program.verify import initial_values, verify
 from autopar.program.virtual import VirtualMesh, Wide, whole_value
 from autopar.randomness import random_keys
 from tests.virtual.random_plans import random_pipeline, wrong
-from tests.virtual.step_models import GPT, VOCAB, hf_batch, momentum, step_of, token_batch, weights_of
+from tests.virtual.step_models import VOCAB, hf_batch, momentum, step_of, token_batch, weights_of
 from tests.virtual.test_models import verified
 
 local_indices: Any = importlib.import_module("passes.local_indices")
@@ -41,12 +41,12 @@ PLANS = [
 
 
 @functools.cache
-def expected_masks(microbatches: int, num_steps: int) -> list[dict[tuple[int, int | None], Tensor]]:
-    """Per step: the captured step's mask for each (number of the draw, microbatch)."""
+def expected_masks(microbatches: int, num_steps: int) -> list[dict[tuple[str, int | None], Tensor]]:
+    """Per step: the captured step's mask for each (name of the draw, microbatch)."""
     step = step_of("gpt, dropout", microbatches)
     found = []
     for index in range(num_steps):
-        masks: dict[tuple[int, int | None], Tensor] = {}
+        masks: dict[tuple[str, int | None], Tensor] = {}
         for microbatch, key in enumerate(random_keys(0, index, microbatches)):
             for node in step.capture().gradient.graph.nodes:
                 if node.target is MASK:
@@ -55,9 +55,9 @@ def expected_masks(microbatches: int, num_steps: int) -> list[dict[tuple[int, in
     return found
 
 
-def drawn_masks(step: TrainStep, pipeline: Pipeline, num_steps: int) -> list[dict[tuple[int, int | None], Tensor]]:
+def drawn_masks(step: TrainStep, pipeline: Pipeline, num_steps: int) -> list[dict[tuple[str, int | None], Tensor]]:
     """Per step: the masks that all ranks drew, put together."""
-    found: list[dict[tuple[int, int | None], Tensor]] = []
+    found: list[dict[tuple[str, int | None], Tensor]] = []
 
     def observe(stage: int, part: str, microbatch: int | None, node: Any, wide: Wide) -> None:
         if node.target is MASK:
@@ -89,15 +89,21 @@ def test_every_plan_draws_the_masks_of_one_device(microbatches: int, cluster: st
 
 def test_masks_differ_by_op_microbatch_and_step() -> None:
     masks = [mask for step in expected_masks(2, 2) for mask in step.values() if mask.shape == (2, 6, 8)]
-    assert len(masks) == 16  # two a block, two blocks, two microbatches, two steps
+    assert len(masks) == 8  # two a block, two microbatches, two steps
     assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
 
 
 def test_any_layout_of_a_mask_is_right() -> None:
     """Random plans split masks along every factor, minor ones too."""
-    step = step_of("gpt, dropout", 1)
-    for seed in range(2):
-        assert wrong(step, random_pipeline(step, Mesh.parse("dp=2"), seed), 1) == []
+    torch.manual_seed(0)
+    step = TrainStep(Dropping(), token_batch(), optimizer=momentum)
+    split = set()
+    for seed in range(4):
+        pipeline = random_pipeline(step, Mesh.parse("dp=2"), seed)
+        nodes = [node for part in pipeline.stages[0].parts.values() for node in part.graph.graph.nodes]
+        split |= {str(node.meta["layout"]) for node in nodes if node.target is MASK}
+        assert wrong(step, pipeline, 1) == []
+    assert len(split) > 1
 
 
 @pytest.mark.parametrize("argument", ["offset", "strides"])
@@ -157,12 +163,22 @@ def test_other_random_ops(pins: str) -> None:
     assert report.ok, str(report)
 
 
+class Dropping(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(VOCAB, width), nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = F.dropout(self.layer(self.tokens(tokens)), 0.2)
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
 def test_mixed_precision_and_symbolic_sizes() -> None:
     torch.manual_seed(0)
-    step = TrainStep(GPT(layers=1, dropout=0.2), token_batch(), optimizer=momentum, precision="mixed")
+    step = TrainStep(Dropping(), token_batch(), optimizer=momentum, precision="mixed")
     program = compile(step, plan(step, "2xcpu", pin="tp=2"))
     assert wrong(step, program.pipeline, 1) == []
-    assert step.symbolic_shapes()["random_mask_1"] == (BATCH_SIZE, SEQUENCE, 8)
+    assert step.symbolic_shapes()["random_mask"] == (BATCH_SIZE, SEQUENCE, 8)
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
@@ -187,13 +203,13 @@ def hugging_face(name: str) -> TrainStep:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-@pytest.mark.parametrize("pins", ["tp=2", "pp=2", ""])
+@pytest.mark.parametrize("pins", ["tp=2", "pp=2"])
 def test_hugging_face_models_in_training(name: str, pins: str) -> None:
     """Their configurations drop a tenth of embeddings, attention weights and residuals."""
     step = hugging_face(name)
     draws = [node for node in step.capture().gradient.graph.nodes if node.target is MASK]
     assert len(draws) == 1 + 2 * 3  # the embeddings'; attention's and two residuals' of each layer
-    report = verified(step, "4xcpu" if "," in pins else "2xcpu", pins, 1)
+    report = verified(step, "2xcpu", pins, 1)
     assert report.ok, str(report)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -119,9 +120,15 @@ def test_hugging_face_ignores_padded_labels(keywords: dict[str, Any]) -> None:
     assert all(difference.ok for difference in found), "\n".join(map(str, found))
 
 
-def report_of(cluster: str, pins: str, microbatches: int = 4) -> VerifyReport:
+def uneven_step() -> TrainStep:
     torch.manual_seed(0)
-    step = TrainStep(gpt(layers=2), uneven(), optimizer=adamw, microbatches=microbatches, clip_norm=0.5)
+    return TrainStep(gpt(), uneven(), optimizer=adamw, microbatches=4, clip_norm=0.5)
+
+
+shared_step = functools.cache(uneven_step)
+
+
+def report_of(step: TrainStep, cluster: str, pins: str) -> VerifyReport:
     return verify(step, compile(step, plan(step, cluster, pin=pins)).pipeline, weights_of(step), 2)
 
 
@@ -129,7 +136,7 @@ def report_of(cluster: str, pins: str, microbatches: int = 4) -> VerifyReport:
     ("cluster", "pins"), [("2xcpu", "dp=2, zero=3"), ("2xcpu", "tp=2"), ("2xcpu", "pp=2"), ("4xcpu", "pp=2, dp=2")]
 )
 def test_under_plans(cluster: str, pins: str) -> None:
-    report = report_of(cluster, pins)
+    report = report_of(shared_step(), cluster, pins)
     assert report.ok, str(report)
 
 
@@ -141,5 +148,5 @@ def test_a_mean_of_means_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return Shares(right(graph, whole, loss, microbatches, mode).totals, ())
 
     monkeypatch.setattr(gradient, "share_out", of_means)
-    report = report_of("2xcpu", "dp=2")
+    report = report_of(uneven_step(), "2xcpu", "dp=2")
     assert report.first is not None and report.first.name == "loss"

@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from autopar.capture.runs import Repeats
 from autopar.mesh import Mesh
-from autopar.rules.nodes import is_view
+from autopar.rules.nodes import is_view, op_name
 from autopar.solve.build import BuiltProblem, Setting, left_layout
-from autopar.solve.costs import local_bytes
+from autopar.solve.costs import HEAVY, local_bytes
 from autopar.solve.held import is_parameter, is_step_relay
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Solution, evaluate
@@ -41,7 +41,8 @@ class Relaxed:
     def layers(self, units: tuple[str, ...], may_recompute: bool) -> tuple[Layer, ...]:
         """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`.
 
-        Where it may be computed again, a second point holds only what other units bring to it.
+        Where it may be computed again, there are two points more: one in which what ops with much arithmetic give is
+        kept, one that holds only what other units bring to it.
         """
         own = tuple(self.repeats.spread(self.units))
         assert tuple(unit for unit, _ in own) == units, (units, own)
@@ -57,7 +58,8 @@ class _Tally:
     def __init__(self, relaxed: Relaxed) -> None:
         built, choice = relaxed.built, relaxed.solution.choice
         size = len(relaxed.units)
-        self.forward_s, self.backward_s, self.static, self.saved, self.brought = ([0.0] * size for _ in range(5))
+        self.forward_s, self.backward_s, self.heavy_s = ([0.0] * size for _ in range(3))
+        self.static, self.saved, self.heavy, self.brought = ([0.0] * size for _ in range(4))
         self.unit = units_of_nodes(built.nodes, relaxed.units)
         self.relaxed, in_flight = relaxed, relaxed.setting.in_flight[0]
         picked = dict(zip(built.nodes, built.picked(choice), strict=True))
@@ -66,6 +68,9 @@ class _Tally:
             held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
             if is_forward(node):
                 self.saved[self.unit[node]] += held / in_flight
+                if op_name(node) in HEAVY:
+                    self.heavy[self.unit[node]] += held / in_flight
+                    self.heavy_s[self.unit[node]] += float(priced.cost[pick])
             else:
                 self.static[self.unit[node]] += held
         for edge in built.problem.edges:
@@ -77,11 +82,16 @@ class _Tally:
             self.brought[unit] += local_bytes(layout, source.meta["val"].element_size(), relaxed.setting.mesh)
 
     def points(self, unit: int, may_recompute: bool) -> tuple[Point, ...]:
-        seconds = self.forward_s[unit] + self.backward_s[unit]
-        kept = Point(seconds, self.static[unit], self.saved[unit])
-        if not may_recompute or self.brought[unit] >= self.saved[unit]:
-            return (kept,)
-        return (kept, Point(seconds + self.forward_s[unit], self.static[unit], self.brought[unit]))
+        seconds, static = self.forward_s[unit] + self.backward_s[unit], self.static[unit]
+        light_s = self.forward_s[unit] - self.heavy_s[unit]
+        found = [Point(seconds, static, self.saved[unit])]
+        for more_s, kept in (
+            (light_s, self.heavy[unit] + self.brought[unit]),
+            (self.forward_s[unit], self.brought[unit]),
+        ):
+            if may_recompute and kept < found[-1].saved_bytes:
+                found.append(Point(seconds + more_s, static, kept))
+        return tuple(found)
 
     def _add_seconds(self, node: Node, seconds: float) -> None:
         if node.meta["level"] == "microbatch":

@@ -50,6 +50,9 @@ BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
 """Effort for the bound of a pipelined mesh."""
 
 
+PRICES = (0.1, 0.4, 1.6)
+"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth."""
+
 ONCE = (Term(1.0, (0,)),)
 """The objective of one microbatch."""
 
@@ -96,6 +99,8 @@ class _Guess:
     cut: Cut
     seconds: float
     keeps_all: bool
+    relaxed: Relaxed
+    """Where the layouts are from."""
 
 
 @dataclass(slots=True)
@@ -206,13 +211,14 @@ class Trials:
         step = self.whole
         setting = self._relaxed_setting(mesh)
         built = build_problem(step, setting)
-        stages, count = mesh.num_stages, self.microbatches
-        terms = (Term(fill(mesh, count), (0,)), Term(1 / stages, (1,)))
-        free = replace(unlimited(built.problem), objective=terms)
-        is_only_a_bound = stages > 1  # of one stage it is the answer too, where memory doesn't bind
+        free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
+        is_only_a_bound = mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
         gap, time_limit_s = (BOUND_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
         solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
         return Relaxed(solution.bound, setting, step.cut.units, step.repeats, built, solution)
+
+    def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
+        return Term(fill(mesh, self.microbatches), (0,)), Term(1 / mesh.num_stages, (1,))
 
     def _relaxed_setting(self, mesh: Mesh) -> Setting:
         return replace(self.setting(Cut.single(self.skeletons.units), mesh), mesh=mesh.spmd)
@@ -245,7 +251,7 @@ class Trials:
         solve: Callable[[Problem], Solution]
         if mesh.num_stages > 1:
             _, built = self._built(mesh, relaxed, "auto" if is_open else None)
-            solve = self._staged(relaxed, built).solve
+            solve = self._staged(mesh, relaxed, built).solve
         else:
             _, built = self._built(mesh, relaxed)
             solution = self._unlimited(built, mesh, relaxed)
@@ -272,10 +278,10 @@ class Trials:
         require_all_matched(setting.allowed)
         return cut, built
 
-    def _staged(self, relaxed: Relaxed, built: BuiltProblem) -> Staged:
-        """The problem of a cut model, with the layouts that are fastest within all stages' memory together, too."""
+    def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
+        """The problem of a cut model, whose stages take over the one-stage layouts that promise most."""
         staged = Staged(built)
-        staged.add(self._layouts(relaxed.built, relaxed.solution))
+        staged.add(self._layouts(relaxed.built, self._guess(mesh, relaxed).relaxed.solution))
         return staged
 
     def _layouts(self, built: BuiltProblem, solution: Solution) -> dict[str, Strategy]:
@@ -290,7 +296,7 @@ class Trials:
     def _unlimited(self, built: BuiltProblem, mesh: Mesh, relaxed: Relaxed) -> Solution:
         """The best solution regardless of memory."""
         if mesh.num_stages > 1:
-            return self._staged(relaxed, built).solve(unlimited(built.problem))
+            return self._staged(mesh, relaxed, built).solve(unlimited(built.problem))
         return relaxed.solution if relaxed.solution.choice else solve_shared(built, unlimited(built.problem), gap=GAP)
 
     def _lowered(self, mesh: Mesh, cut: Cut, built: BuiltProblem, solution: Solution) -> Found:
@@ -356,9 +362,38 @@ class Trials:
         return self.guesses[mesh]
 
     def _guessed(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
+        """Of the fastest layouts; where memory binds, of leaner ones, too, memory having one price or another."""
+        best = self._put_together(mesh, relaxed)
+        if best.keeps_all or mesh.num_stages == 1 or not relaxed.solution.choice:
+            return best
+        for part in PRICES:
+            price = part * relaxed.solution.objective / (mesh.num_stages * self.capacity)
+            found = self._put_together(mesh, self._leaner(mesh, relaxed, price))
+            best = found if found.seconds < best.seconds else best
+            if found.keeps_all:
+                break
+        return best
+
+    def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
+        """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward
+        values as often as a stage in the middle holds them."""
+        stages = mesh.num_stages
+        problem = replace(unlimited(relaxed.built.problem), objective=self._relaxed_objective(mesh))
+        weights = [term.weight for term in problem.objective]
+        nodes = []
+        for node, used, of in zip(problem.nodes, relaxed.built.problem.nodes, relaxed.built.nodes, strict=True):
+            price = bytes_s * ((stages + 1) / (2 * stages) if is_forward(of) else 1.0)
+            for held in list(used.memory.values())[:1]:  # where there are two moments, the start of the backward
+                node = replace(node, cost=node.cost + price * held / weights[node.row])
+            nodes.append(node)
+        priced = replace(problem, nodes=tuple(nodes))
+        solution = solve_shared(relaxed.built, priced, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S)
+        return replace(relaxed, solution=solution)
+
+    def _put_together(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
         if not relaxed.solution.choice:
-            return _Guess(Cut.single(units), math.inf, False)
+            return _Guess(Cut.single(units), math.inf, False, relaxed)
         layers = relaxed.layers(units, self.may_recompute)
         problem = CutProblem(layers, stages, count, self.capacity, _in_flight(stages, count))
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
@@ -367,8 +402,8 @@ class Trials:
         assert found is not None
         cut = Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
         if fitting is None:
-            return _Guess(cut, math.inf, False)
-        return _Guess(cut, found.objective + relaxed.once_s / stages, not any(found.points))
+            return _Guess(cut, math.inf, False, relaxed)
+        return _Guess(cut, found.objective + relaxed.once_s / stages, not any(found.points), relaxed)
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:
         """What the graph of a cut is priced for, on the mesh of its own stages."""

@@ -31,6 +31,8 @@ FIRST_STEP = 1e-3
 WIDEN = 5.0
 SHRINK = 0.7
 TIME_LIMIT_S = 30.0
+PATIENCE_S = 60.0
+"""Wall time that any search may take."""
 LARGEST_LINEAR_PROGRAM = 100_000
 SIMPLEX_STEPS = 12_000
 """After these a linear program is left to messages, which prove less in less time."""
@@ -92,13 +94,13 @@ def solve(
     """The cheapest choice to within `gap` of the proven bound.
 
     `time_limit_s` bounds CP-SAT's deterministic time (about a second each), so that the answer doesn't depend on the
-    machine's load; four times as much wall time is a safety net. `hint` is a choice to start from; `cutoff` ends the
+    machine's load; much more wall time (`PATIENCE_S`) is a safety net. `hint` is a choice to start from; `cutoff` ends the
     search once nothing can cost less. The status is "optimal" when the gap is met, "feasible" when the limit (or the
     cutoff) came first, "infeasible" when nothing fits (proven), and "unknown" when that came before any choice.
     """
     check(problem)
     begin = time.monotonic()
-    state = State(problem, gap, seed, time_limit_s, begin + 4 * time_limit_s, cutoff)
+    state = State(problem, gap, seed, time_limit_s, begin + max(PATIENCE_S, 4 * time_limit_s), cutoff)
     if hint is not None:
         state.offer(hint)
     bound = _bound(state)

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ from autopar.boundary import parse_json
 from autopar.errors import PlanError
 
 FORBID_UNKNOWN_FIELDS: Any = {"extra": "forbid"}
+_FROM_FILES: Any = {**FORBID_UNKNOWN_FIELDS, "use_attribute_docstrings": True}
+"""Of what people write: the schema says what each field means, in the words that stand below it here."""
+
+Curve = tuple[tuple[float, float], ...]
+"""Rising (operations of one op, part of the peak that it reaches)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +41,15 @@ class Device:
     launch_s: float
     """Fixed time of one op beside its work: dispatch, launch, ramp."""
     matmul_efficiency: float = 1.0
+    """Of large matmuls, in dtypes without an efficiency curve."""
     memory_efficiency: float = 1.0
+    """Of large transfers to and from memory."""
+    efficiency_curves: dict[str, Curve] = field(default_factory=dict, hash=False)
+    """By dtype: what matmuls of rising size reach. Smaller and larger ones are as efficient as the first and last."""
     sources: dict[str, str] = field(default_factory=dict, hash=False)
     """Where each figure comes from, by field name."""
 
-    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+    __pydantic_config__ = _FROM_FILES
 
     def __post_init__(self) -> None:
         where = f"device {self.kind!r}"
@@ -51,10 +61,21 @@ class Device:
         _require("float32" in self.flops_per_s, where, "flops_per_s", sorted(self.flops_per_s), "a rate for float32")
         for dtype, rate in self.flops_per_s.items():
             _require_positive(where, f"flops_per_s.{dtype}", rate)
+        for dtype, curve in self.efficiency_curves.items():
+            _require(dtype in self.flops_per_s, where, f"efficiency_curves.{dtype}", "there", "a rate in flops_per_s")
+            _check_curve(where, f"efficiency_curves.{dtype}", curve)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak of `dtype` (`"bfloat16"` or `"torch.bfloat16"`); a dtype without a figure runs at float32's rate."""
-        return self.flops_per_s.get(dtype.removeprefix("torch."), self.flops_per_s["float32"])
+        return self.flops_per_s[self._rated(dtype)]
+
+    def efficiency_curve(self, dtype: str) -> Curve:
+        """The curve of `dtype`; where there is none, the one efficiency of large matmuls."""
+        return self.efficiency_curves.get(self._rated(dtype), ((1.0, self.matmul_efficiency),))
+
+    def _rated(self, dtype: str) -> str:
+        name = dtype.removeprefix("torch.")
+        return name if name in self.flops_per_s else "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +97,7 @@ class Level:
     """Whether an all-reduce may send each rank's whole tensor to every other at once, where that is faster."""
     source: str = ""
 
-    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+    __pydantic_config__ = _FROM_FILES
 
     def __post_init__(self) -> None:
         where = f"level {self.name!r}"
@@ -95,7 +116,7 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
 
-    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+    __pydantic_config__ = _FROM_FILES
 
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]
@@ -121,6 +142,19 @@ class Cluster:
     def from_json(cls, text: str, what: str = "cluster") -> Cluster:
         """The inverse of `to_json`; raises `PlanError` naming the field that is wrong."""
         return parse_json(cls, text, what)
+
+
+def _check_curve(where: str, name: str, curve: Curve) -> None:
+    """Larger ops are as efficient or more, and take as long or longer: what bounds of a plan's time rest on."""
+    _require(bool(curve), where, name, "empty", "at least one [operations, efficiency]")
+    for flops, efficiency in curve:
+        _require_positive(where, f"{name}: operations", flops)
+        _require_fraction(where, f"{name}: efficiency", efficiency)
+    for (small, low), (large, high) in itertools.pairwise(curve):
+        got = f"{low:g} at {small:g} operations, then {high:g} at {large:g}"
+        _require(small < large, where, name, got, "rising numbers of operations")
+        _require(low <= high, where, name, got, "efficiencies that don't fall: a part of an op is never more efficient")
+        _require(small / low <= large / high * (1 + 1e-9), where, name, got, "larger ops that take no less time")
 
 
 def _require(holds: bool, where: str, name: str, got: object, expected: str) -> None:

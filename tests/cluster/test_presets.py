@@ -58,7 +58,7 @@ def test_data_sheet_figures():
 def test_each_figure_has_a_source(kind):
     device = preset_device(kind)
     figures = {field.name for field in dataclasses.fields(Device)} - {"kind", "sources"}
-    given = figures if kind != "cpu" else figures - {"matmul_efficiency", "memory_efficiency"}
+    given = {name for name in figures if getattr(device, name) not in (1.0, {})}
     assert given <= set(device.sources)
     assert all(" " in source for source in device.sources.values()), "a source key that the table lacks"
     assert all(level.source for level in parse_cluster(f"2x1x{kind}").levels)
@@ -71,8 +71,10 @@ def test_dtypes():
 
 
 @pytest.mark.parametrize("text", ["2xcpu", "16x8xh100", "64x4xgb200"])
-def test_json_round_trip(text):
+@pytest.mark.parametrize("curves", [{}, {"float32": ((1e6, 0.25), (1e9, 0.75))}])
+def test_json_round_trip(text, curves):
     cluster = parse_cluster(text)
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, efficiency_curves=curves))
     again = Cluster.from_json(cluster.to_json())
     assert again == cluster
     assert hash(again) == hash(cluster)

@@ -1,6 +1,6 @@
 """What the program will run on, as data: a device kind, and levels of links between the devices.
 
-    Cluster("2x8xh100", h100, (Level("network", 2, 50e9, 4e-6), Level("nvlink", 8, 450e9, 1.9e-6)))
+    Cluster("2x8xh100", h100, (Level("network", 2, 50e9, 4e-6), Level("nvlink", 8, 450e9, nccl="nvlink")))
 
 Invariants:
 - levels stand outermost first; the number of devices is the product of their sizes;
@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from autopar.boundary import parse_json
 from autopar.errors import PlanError
@@ -84,28 +84,57 @@ class Level:
 
     name: str
     size: int
-    bytes_per_s: float
-    """Per device where each device has a port of its own, per unit of this level where `shared`; one direction."""
-    latency_s: float
-    """Of one hop: the alpha of the alpha-beta model."""
+    """How many units it joins."""
+    bytes_per_s: float | tuple[float, ...]
+    """Per device where each device has a port of its own, per unit of this level where `shared`; one direction.
+
+    One figure for all units, or one for each. Ranks run in lock-step: the slowest is what all wait for.
+    """
+    latency_s: float | None = None
+    """Of one hop: the alpha of the alpha-beta model. To be given unless `nccl` is."""
     base_s: float = 0.0
     """Fixed time of one collective call, whatever the number of hops."""
     efficiency: float = 1.0
+    """The part of `bytes_per_s` that large messages reach."""
     shared: bool = False
-    """Whether `bytes_per_s` is that of one unit (a node's only NIC), which the devices inside it share."""
+    """Whether `bytes_per_s` is that of one unit (all NICs of a node together), which the devices inside it share."""
     direct: bool = False
     """Whether an all-reduce may send each rank's whole tensor to every other at once, where that is faster."""
+    nccl: Literal["", "nvlink", "pcie", "network"] = ""
+    """The links whose latencies in NCCL's own model are these, instead of `latency_s` and `base_s`.
+
+    Collectives then take what the cheapest of NCCL's algorithms and protocols takes.
+    """
+    switch_bytes_per_s: float = 0.0
+    """Bytes of tensor per second of an all-reduce that the switch sums (NVLink SHARP); 0 where it can't."""
     source: str = ""
+    """Where the figures come from."""
 
     __pydantic_config__ = _FROM_FILES
 
     def __post_init__(self) -> None:
         where = f"level {self.name!r}"
         _require(self.size >= 1, where, "size", self.size, "at least 1")
-        _require_positive(where, "bytes_per_s", self.bytes_per_s)
-        _require(self.latency_s >= 0, where, "latency_s", self.latency_s, "at least 0")
-        _require(self.base_s >= 0, where, "base_s", self.base_s, "at least 0")
+        ports = self.bytes_per_s if isinstance(self.bytes_per_s, tuple) else (self.bytes_per_s,) * self.size
+        _require(len(ports) == self.size, where, "bytes_per_s", f"{len(ports)} figures", f"one, or {self.size}")
+        for port in ports:
+            _require_positive(where, "bytes_per_s", port)
         _require_fraction(where, "efficiency", self.efficiency)
+        _require(self.switch_bytes_per_s >= 0, where, "switch_bytes_per_s", self.switch_bytes_per_s, "at least 0")
+        if self.nccl:
+            given = self.latency_s is None and self.base_s == 0
+            _require(given, where, "nccl", repr(self.nccl), "no latency_s and base_s beside it: it stands for both")
+        else:
+            latency_s = "missing" if self.latency_s is None else self.latency_s
+            _require((self.latency_s or 0) >= 0, where, "latency_s", latency_s, "at least 0")
+            _require(self.latency_s is not None, where, "latency_s", latency_s, "the seconds of a hop, or nccl")
+            _require(self.base_s >= 0, where, "base_s", self.base_s, "at least 0")
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """What large messages reach on the slowest link."""
+        slowest = min(self.bytes_per_s) if isinstance(self.bytes_per_s, tuple) else self.bytes_per_s
+        return slowest * self.efficiency
 
 
 @dataclass(frozen=True, slots=True)

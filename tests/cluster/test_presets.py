@@ -117,6 +117,7 @@ def test_bad_text(text, message):
 
 
 GOOD = json.loads(parse_cluster("2x8xh100").to_json())
+PLAIN = json.loads(parse_cluster("2x2xcpu").to_json())["levels"][0]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,25 @@ GOOD = json.loads(parse_cluster("2x8xh100").to_json())
         ({"levels": [{**GOOD["levels"][0], "size": 0}]}, "level 'network': size is 0; expected at least 1"),
         ({"levels": [{**GOOD["levels"][0], "size": 2.5}]}, "field 'levels.0.size': input should be a valid integer"),
         ({"levels": [{**GOOD["levels"][0], "bytes_per_s": 0}]}, "bytes_per_s is 0.0; expected a positive number"),
-        ({"levels": [{**GOOD["levels"][0], "latency_s": -1}]}, "latency_s is -1.0; expected at least 0"),
-        ({"levels": [{**GOOD["levels"][0], "base_s": -1}]}, "base_s is -1.0; expected at least 0"),
+        ({"levels": [{**PLAIN, "latency_s": -1}]}, "latency_s is -1.0; expected at least 0"),
+        ({"levels": [{**PLAIN, "base_s": -1}]}, "base_s is -1.0; expected at least 0"),
         ({"levels": [{**GOOD["levels"][0], "efficiency": 0}]}, "efficiency is 0.0; expected a number above 0"),
         ({"levels": [{**GOOD["levels"][0], "speed": 1}]}, "unknown field 'levels.0.speed'"),
-        ({"levels": [{"name": "a", "size": 2}]}, "field 'levels.0.bytes_per_s' is missing (and 1 more)"),
+        ({"levels": [{"name": "a", "size": 2}]}, "field 'levels.0.bytes_per_s' is missing"),
+        (
+            {"levels": [{"name": "a", "size": 2, "bytes_per_s": 1e9}]},
+            "level 'a': latency_s is missing; expected the seconds of a hop, or nccl",
+        ),
+        (
+            {"levels": [{**GOOD["levels"][0], "latency_s": 1e-6}]},
+            "level 'network': nccl is 'network'; expected no latency_s and base_s beside it",
+        ),
+        ({"levels": [{**GOOD["levels"][0], "nccl": "wire"}]}, "field 'levels.0.nccl': input should be '', 'nvlink'"),
+        (
+            {"levels": [{**GOOD["levels"][0], "bytes_per_s": [1e9, 2e9, 3e9]}]},
+            "level 'network': bytes_per_s is 3 figures; expected one, or 2",
+        ),
+        ({"levels": [{**GOOD["levels"][0], "switch_bytes_per_s": -1}]}, "switch_bytes_per_s is -1.0; expected at"),
         ({"levels": [GOOD["levels"][0]] * 2}, "levels is ['network', 'network']; expected distinct names"),
     ],
 )

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -165,7 +166,9 @@ class Cluster:
         return " ".join(f"{level.name}={level.size}" for level in self.levels)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        """The text of a cluster file, each point of a curve on a line."""
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        return re.sub(r"\[\n\s+([\d.e+-]+),\n\s+([\d.e+-]+)\n\s+\]", r"[\1, \2]", text)
 
     @classmethod
     def from_json(cls, text: str, what: str = "cluster") -> Cluster:

@@ -20,7 +20,8 @@ Operations in MPICH, 2005.
 
 Links with NCCL's constants are priced by `autopar.cluster.nccl`: rings, trees and switches, under three protocols.
 Other links have the ring above; where they are `direct`, an all-reduce takes n−1 messages of S instead, if that is
-faster (latency counts half). In an all-to-all, each level carries what goes to the peers that it joins.
+faster (latency counts half), and where a switch sums, one hop and what it reaches. In an all-to-all, each level carries
+what goes to the peers that it joins.
 
 Invariants:
 - one rank alone sends nothing and takes no time;
@@ -95,6 +96,8 @@ def cost_lines(kind: str, num_ranks: int, link: Link) -> tuple[Line, ...]:
     lines = [(link.base_s + entry.hops(num_ranks) * link.latency_s, s_per_byte)]
     if kind == "all_reduce" and link.direct:
         lines.append((link.base_s + (num_ranks - 1) * link.latency_s, (num_ranks - 1) / link.peer_bytes_per_s))
+    if kind == "all_reduce" and len(link.tiers) == 1 and link.tiers[0].switch_bytes_per_s:
+        lines.append((link.base_s + link.latency_s, 1 / link.tiers[0].switch_bytes_per_s))
     return tuple(lines)
 
 

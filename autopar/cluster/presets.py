@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autopar.boundary import json_schema
 from autopar.cluster.cluster import Cluster, Device, Level
 from autopar.errors import PlanError
 
@@ -78,6 +79,14 @@ def load_cluster(path: str | Path) -> Cluster:
     except UnicodeDecodeError:
         raise PlanError(f"cluster file {str(path)!r}: not text in UTF-8") from None
     return Cluster.from_json(_with_device(text), f"cluster file {str(path)!r}")
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    schema = json_schema(Cluster)
+    device = schema["properties"]["device"]
+    schema["properties"]["device"] = {"anyOf": [device, {"enum": list(known_kinds()), "type": "string"}]}
+    return schema
 
 
 def _with_device(text: str) -> str:

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from autopar.cluster import auto, parse_cluster, preset_device
+from autopar.cluster import auto, measure, parse_cluster, preset_device
 from autopar.errors import PlanError
 
 
@@ -14,7 +14,8 @@ def small(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(auto, "MATMUL_SIZE", {"cpu": 64})
-    monkeypatch.setattr(auto, "COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(measure, "COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(measure, "BUDGET_S", 0.001)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -79,11 +80,12 @@ def test_known_gpu(monkeypatch, name, kind):
 
 def test_unknown_gpu_is_measured(monkeypatch):
     imitate_gpus(monkeypatch, "Example X1")
-    monkeypatch.setattr(auto, "_best_s", lambda work, device: 1.0)
-    monkeypatch.setattr(auto, "_matmul_flops_per_s", lambda device, dtype: 1e12)
-    monkeypatch.setattr(auto, "_copy_bytes_per_s", lambda device: 1e11)
+    monkeypatch.setattr(auto, "MATMUL_SIZE", {"cuda": 1000})
+    monkeypatch.setattr(measure, "matmul_s", lambda device, dtype, shape: 1e-3)
+    monkeypatch.setattr(measure, "moved_byte_s", lambda device: 1e-11)
     cluster = parse_cluster("auto")
     assert (cluster.device.kind, cluster.device.memory_bytes) == ("example-x1", 9 * 10**9)
+    assert (cluster.device.flops_per_s["bfloat16"], cluster.device.bytes_per_s) == (2e12, 1e11)
     assert cluster.levels_text == "pcie=8"
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

@@ -1,0 +1,126 @@
+"""From timings to the figures of a cluster: efficiency curves, and the latency, base and bandwidth of a level.
+
+    peak, curve = efficiency_curve([(2 * 64**3, 20e-6), (2 * 512**3, 4e-3)])    # flops/s, ((operations, part), …)
+    level = fitted_level(Level("loopback", 4, 1.0, 0.0, direct=True), [Sample("all_gather", 1 << 20, 3e-3), …])
+
+Invariants:
+- a curve is one that `Device` takes: what noise did against it is raised to the nearest that rises;
+- a fitted level predicts a time for each kind and size by `collective_s`, the formula that plans are priced by.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cluster.cluster import Curve, Level
+from autopar.cluster.collectives import cost_lines
+from autopar.cluster.link import Link, Tier
+from autopar.cluster.measure import rounded
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+DIGITS = 3
+ROUNDS = 12
+OUTLIER = 0.05
+"""Relative errors beyond this count by their size, not its square: one disturbed timing must not bend the rest."""
+SWITCH_GAIN = 1.05
+"""By how much the largest all-reduce must beat the ring before a switch is taken to have summed it."""
+
+
+def efficiency_curve(timings: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
+    """(peak operations/s, curve) of matmuls by (operations, seconds beside the launch), in any order."""
+    timings = sorted(timings)
+    peak = max(flops / seconds for flops, seconds in timings)
+    efficiencies = list(itertools.accumulate((flops / seconds / peak for flops, seconds in timings), max))
+    # A larger op takes no less time: from the largest down, each is at least as fast as the next one's whole time.
+    for i in reversed(range(len(timings) - 1)):
+        efficiencies[i] = max(efficiencies[i], efficiencies[i + 1] * timings[i][0] / timings[i + 1][0])
+    parts = [rounded(part, DIGITS) for part in efficiencies]
+    return rounded(peak, DIGITS), tuple((flops, part) for (flops, _), part in zip(timings, parts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One collective, timed; `num_bytes` as in `autopar.cluster.collectives`."""
+
+    kind: str
+    num_bytes: int
+    seconds: float
+
+
+def fitted_level(level: Level, samples: Sequence[Sample]) -> Level:
+    """`level` with the latency, base and bandwidth that come nearest to `samples`, by relative error.
+
+    Each of `level.size` ranks (or groups of ranks, all at the same time) took part in each collective.
+    """
+    switched = 0.0
+    if not level.direct:
+        rings = [sample for sample in samples if sample.kind != "all_reduce"]
+        switched = _switch_bytes_per_s(_fitted(rings, level), level.size, samples)
+        samples = rings if switched else samples
+    found = _fitted(samples, level)
+    return replace(
+        level,
+        base_s=rounded(found.base_s, DIGITS),
+        latency_s=rounded(found.latency_s, DIGITS),
+        bytes_per_s=rounded(1 / found.byte_s, DIGITS),
+        efficiency=1.0,
+        nccl="",
+        switch_bytes_per_s=rounded(switched, DIGITS),
+    )
+
+
+class _Fit(NamedTuple):
+    base_s: float
+    latency_s: float
+    byte_s: float
+
+
+def _fitted(samples: Sequence[Sample], level: Level) -> _Fit:
+    """The figures nearest to `samples`, none of them negative.
+
+    Where a collective has several algorithms the fit takes the one that is cheapest by the fit before it.
+    """
+    forms = [cost_lines(sample.kind, level.size, _unit_link(level)) for sample in samples]
+    rows = [
+        np.array([[1.0, hops, sent * sample.num_bytes] for hops, sent in lines]) / sample.seconds
+        for lines, sample in zip(forms, samples, strict=True)
+    ]
+    found: Floats = np.zeros(3)
+    weights: Floats = np.ones(len(rows))
+    for _ in range(ROUNDS):
+        matrix = np.stack([row[int(np.argmin(row @ found))] for row in rows])
+        found = _least_squares(matrix * weights[:, None], weights)
+        weights = np.sqrt(OUTLIER / np.maximum(np.abs(matrix @ found - 1), OUTLIER))
+    return _Fit(*map(float, found))
+
+
+def _unit_link(level: Level) -> Link:
+    """A link of the level on which a cost's fixed part counts hops, and its slope the bytes sent."""
+    return Link((Tier(level.name, level.size, 1.0, 1.0, latency_s=1.0, direct=level.direct),))
+
+
+def _least_squares(matrix: Floats, target: Floats) -> Floats:
+    """The non-negative solution: the best of those where some unknowns are 0, seconds per byte never being one."""
+    best: tuple[float, Floats] | None = None
+    for used in ([2], [0, 2], [1, 2], [0, 1, 2]):
+        found: Floats = np.zeros(3)
+        found[used] = np.linalg.lstsq(matrix[:, used], target, rcond=None)[0]
+        error = float(np.sum((matrix @ found - target) ** 2))
+        if (found >= 0).all() and found[2] > 0 and (best is None or error < best[0] - 1e-9):
+            best = error, found
+    assert best is not None, "seconds per byte alone fit positive times"
+    return best[1]
+
+
+def _switch_bytes_per_s(ring: _Fit, ranks: int, samples: Sequence[Sample]) -> float:
+    """What the largest all-reduce reached beside a hop's latency, where that is more than a ring would; else 0."""
+    largest = max((sample for sample in samples if sample.kind == "all_reduce"), key=lambda sample: sample.num_bytes)
+    own_s = largest.seconds - ring.base_s - ring.latency_s
+    ring_s = 2 * (ranks - 1) / ranks * ring.byte_s * largest.num_bytes
+    return largest.num_bytes / own_s if SWITCH_GAIN * own_s < ring_s else 0.0

@@ -55,8 +55,10 @@ def preset_device(kind: str) -> Device:
     """The preset of `kind` (`"h100"`)."""
     row = _row(kind)
     fields = {field.name: row[field.name] for field in dataclasses.fields(Device) if field.name in row}
+    curves = {dtype: tuple(map(tuple, points)) for dtype, points in row.get("efficiency_curves", {}).items()}
     sources = {name: _source(text) for name, text in row["sources"].items()}
-    return Device(kind=kind, **{**fields, "memory_bytes": int(row["memory_bytes"]), "sources": sources})
+    exact = {"memory_bytes": int(row["memory_bytes"]), "efficiency_curves": curves, "sources": sources}
+    return Device(kind=kind, **{**fields, **exact})
 
 
 def preset_cluster(nodes: int, devices: int, kind: str) -> Cluster:

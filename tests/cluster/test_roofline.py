@@ -90,3 +90,10 @@ def test_curves_that_bounds_could_not_rest_on(curve, message):
 def test_a_curve_of_an_unrated_dtype():
     with pytest.raises(PlanError, match=r"efficiency_curves\.float16 is there; expected a rate in flops_per_s"):
         dataclasses.replace(DEVICE, efficiency_curves={"float16": CURVE})
+
+
+@pytest.mark.parametrize(("flops", "part"), [(1e8, 0.1), (1e9, 0.6), (8e9, 0.6), (16e9, 0.869), (1e12, 0.869)])
+def test_small_matmuls_on_a100(flops, part):
+    """github.com/calculon-ai/calculon systems/a100_80g.json @4f81f02, under the most that was measured."""
+    a100 = preset_device("a100")
+    assert math.isclose(compute_s(a100, flops, 0, "bfloat16") - a100.launch_s, flops / (312e12 * part))

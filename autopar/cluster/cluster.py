@@ -68,13 +68,10 @@ class Device:
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak of `dtype` (`"bfloat16"` or `"torch.bfloat16"`); a dtype without a figure runs at float32's rate."""
-        return self.flops_per_s[self._rated(dtype)]
+        return self.flops_per_s[self.rated_dtype(dtype)]
 
-    def efficiency_curve(self, dtype: str) -> Curve:
-        """The curve of `dtype`; where there is none, the one efficiency of large matmuls."""
-        return self.efficiency_curves.get(self._rated(dtype), ((1.0, self.matmul_efficiency),))
-
-    def _rated(self, dtype: str) -> str:
+    def rated_dtype(self, dtype: str) -> str:
+        """The dtype whose rate, and efficiency curve, `dtype` runs at."""
         name = dtype.removeprefix("torch.")
         return name if name in self.flops_per_s else "float32"
 

@@ -33,7 +33,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -76,32 +76,53 @@ def collective_s(kind: str, num_bytes: float, num_ranks: int, link: Link) -> flo
 
 def least_s(lines: tuple[Line, ...], num_bytes: float) -> float:
     """Seconds by the cheapest of `lines`; 0 where there is none."""
-    return min([fixed_s + s_per_byte * num_bytes for fixed_s, s_per_byte in lines], default=0.0)
+    return min([fixed_s + byte_s * num_bytes for fixed_s, byte_s in lines], default=0.0)
+
+
+def _cheapest_somewhere(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Those of `lines` that are the cheapest at some size, from small messages to large ones."""
+    kept: list[Line] = []
+    for line in sorted(lines):
+        if kept and line[1] >= kept[-1][1]:
+            continue
+        # the last one kept is of no use where this one overtakes it before it has overtaken the one before
+        while len(kept) > 1 and _crossing(kept[-1], line) <= _crossing(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(line)
+    return tuple(kept)
+
+
+def _crossing(small: Line, large: Line) -> float:
+    """The size from which `large`, of the lower slope, is the cheaper one."""
+    return (large[0] - small[0]) / (small[1] - large[1])
 
 
 @functools.lru_cache(maxsize=4096)
 def cost_lines(kind: str, num_ranks: int, link: Link) -> tuple[Line, ...]:
-    """What each algorithm costs, as a line in the bytes of the whole tensor; none for one rank alone."""
+    """What algorithms cost, as lines in the bytes of the whole tensor: each is the cheapest at some size. None for one
+    rank alone."""
+    return _cheapest_somewhere(_lines(kind, num_ranks, link)) if num_ranks > 1 else ()
+
+
+def _lines(kind: str, num_ranks: int, link: Link) -> Sequence[Line]:
     entry = _kind(kind)
-    if num_ranks == 1:
-        return ()
     if link.has_nccl and not entry.crosses:
         assert link.num_ranks == num_ranks, (num_ranks, link)
         return nccl_lines(kind, entry.hops(num_ranks), link)
     sent = float(entry.sent(num_ranks))
     if kind == "all_to_all":
-        s_per_byte = _crossing_s(num_ranks, link)
+        byte_s = _all_to_all_byte_s(num_ranks, link)
     else:
-        s_per_byte = sent / (link.peer_bytes_per_s if entry.crosses else link.bytes_per_s)
-    lines = [(link.base_s + entry.hops(num_ranks) * link.latency_s, s_per_byte)]
+        byte_s = sent / (link.peer_bytes_per_s if entry.crosses else link.bytes_per_s)
+    lines = [(link.base_s + entry.hops(num_ranks) * link.latency_s, byte_s)]
     if kind == "all_reduce" and link.direct:
         lines.append((link.base_s + (num_ranks - 1) * link.latency_s, (num_ranks - 1) / link.peer_bytes_per_s))
     if kind == "all_reduce" and len(link.tiers) == 1 and link.tiers[0].switch_bytes_per_s:
         lines.append((link.base_s + link.latency_s, 1 / link.tiers[0].switch_bytes_per_s))
-    return tuple(lines)
+    return lines
 
 
-def _crossing_s(num_ranks: int, link: Link) -> float:
+def _all_to_all_byte_s(num_ranks: int, link: Link) -> float:
     """Seconds of an all-to-all per byte of all shards: of the tier that takes longest for what crosses it."""
     inside, slowest_s = 1, 0.0
     for tier in reversed(link.tiers):

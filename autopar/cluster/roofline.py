@@ -20,9 +20,11 @@ def compute_s(device: Device, flops: float, num_bytes: float, dtype: str) -> flo
     """Seconds of one op that does `flops` in `dtype` and moves `num_bytes` to and from memory; 0 for views."""
     if flops == 0 and num_bytes == 0:
         return 0.0
-    arithmetic_s = _operations_at_peak(device.efficiency_curve(dtype), flops) / device.peak_flops_per_s(dtype)
+    dtype = device.rated_dtype(dtype)
+    curve = device.efficiency_curves.get(dtype)
+    at_peak = _operations_at_peak(curve, flops) if curve else flops / device.matmul_efficiency
     memory_s = num_bytes / (device.bytes_per_s * device.memory_efficiency)
-    return max(arithmetic_s, memory_s) + device.launch_s
+    return max(at_peak / device.flops_per_s[dtype], memory_s) + device.launch_s
 
 
 def _operations_at_peak(curve: Curve, flops: float) -> float:

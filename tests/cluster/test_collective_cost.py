@@ -16,7 +16,8 @@ from autopar.cluster import (
     known_kinds,
     parse_cluster,
 )
-from autopar.cluster.collectives import KINDS, cost_lines
+from autopar.cluster.collectives import KINDS, cost_lines, least_s
+from autopar.cluster.nccl import nccl_lines
 from autopar.mesh import Mesh
 
 TIER = Tier("l", 4, bytes_per_s=1e9, peer_bytes_per_s=1e8, latency_s=1e-6, base_s=1e-5)
@@ -136,8 +137,11 @@ def test_more_bytes_never_take_less_and_a_part_never_less_than_its_part(kind):
 def test_costs_are_a_few_lines():
     """So that a price is a few products, however often it is asked for."""
     link = axis_link(parse_cluster("16x8xh100"), Mesh.parse("dp=128"), "dp")
-    assert len(cost_lines("all_reduce", 128, link)) == 7  # 3 rings, 3 trees, the switches
-    assert cost_lines("all_reduce", 128, link) is cost_lines("all_reduce", 128, link)
+    lines, every = cost_lines("all_reduce", 128, link), nccl_lines("all_reduce", 254, link)
+    assert len(every) == 7  # 3 rings, 3 trees, the switches
+    assert len(lines) < 7 and lines is cost_lines("all_reduce", 128, link)
+    for num_bytes in (2.0**e for e in range(40)):
+        assert least_s(lines, num_bytes) == least_s(every, num_bytes)
 
 
 # -- measurements ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ class Device:
     """One device kind. Rates are peaks; the `*_efficiency` fields say which part of a peak large ops reach."""
 
     kind: str
+    """What it is called; `cpu` says that programs run on processors."""
     memory_bytes: int
+    """What a program may use of it."""
     flops_per_s: dict[str, float] = field(hash=False)
     """Dense peak by dtype name as torch spells it (`float32`, `bfloat16`, …); `float32` is always there."""
     bytes_per_s: float
@@ -81,6 +83,7 @@ class Level:
     """One level of links: `size` units (devices, or groups of the next level) joined by links of one speed."""
 
     name: str
+    """What it is called in messages: `nvlink`, `network`, `rail`, `spine`."""
     size: int
     """How many units it joins."""
     bytes_per_s: float | tuple[float, ...]
@@ -140,8 +143,11 @@ class Cluster:
     """Equal devices joined by levels of links, outermost first."""
 
     name: str
+    """What plans call it: a plan is for the cluster of one name."""
     device: Device
+    """One for all; in a cluster file also the name of a kind that has a preset."""
     levels: tuple[Level, ...]
+    """Outermost first."""
 
     __pydantic_config__ = _FROM_FILES
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from autopar.cluster import Cluster, Device, Level, known_kinds, parse_cluster, preset_device
+from autopar.cluster import Cluster, Device, Level, cluster_schema, known_kinds, parse_cluster, preset_device
 from autopar.errors import PlanError
 
 
@@ -188,3 +188,51 @@ def test_nothing_heavy_is_imported():
     imports = "import sys, autopar.cluster, autopar.plans, autopar.program.schedule"
     code = f"{imports}; print({{'torch', 'pydantic'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+# -- the schema ------------------------------------------------------------------------------------------------------
+def test_the_schema_says_what_each_field_means():
+    schema = cluster_schema()
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["required"] == ["name", "device", "levels"] and schema["additionalProperties"] is False
+    assert {"a100", "h100", "cpu"} <= set(schema["properties"]["device"]["anyOf"][1]["enum"])
+    for cls in (Device, Level):
+        described = schema["$defs"][cls.__name__]["properties"]
+        assert set(described) == {field.name for field in dataclasses.fields(cls)}
+        assert all(field.get("description") for field in described.values())
+
+
+def conforms(value, schema, root):
+    """Whether `value` is what `schema` describes: as much of JSON Schema as ours uses."""
+    if "$ref" in schema:
+        return conforms(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        return any(conforms(value, one, root) for one in schema["anyOf"])
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    match schema["type"]:
+        case "object":
+            known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+            return isinstance(value, dict) and all(
+                conforms(entry, known[name], root) if name in known else others and conforms(entry, others, root)
+                for name, entry in value.items()
+            ) and set(schema.get("required", ())) <= set(value)  # fmt: skip
+        case "array":
+            if not isinstance(value, list) or ("minItems" in schema and len(value) != schema["minItems"]):
+                return False
+            items = schema.get("prefixItems") or [schema["items"]] * len(value)
+            return all(conforms(entry, item, root) for entry, item in zip(value, items, strict=True))
+        case kind:
+            types = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None)}
+            return isinstance(value, types[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+@pytest.mark.parametrize("text", ["2x8xh100", "2xcpu", "8xa100"])
+def test_clusters_conform_to_the_schema(text):
+    schema, cluster = cluster_schema(), json.loads(parse_cluster(text).to_json())
+    assert conforms(cluster, schema, schema)
+    assert conforms({**cluster, "device": "h100"}, schema, schema)
+    level = cluster["levels"][0]
+    assert conforms({**cluster, "levels": [{**level, "bytes_per_s": [1e9, 2e9]}]}, schema, schema)
+    for wrong in ({"device": "h10"}, {"levels": [{**level, "nccl": "wire"}]}, {"extra": 1}, {"levels": [{"size": 2}]}):
+        assert not conforms({**cluster, **wrong}, schema, schema)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ COLLECTIVE_BYTES = {
     "cuda": tuple(1 << e for e in (14, 18, 20, 22, 24, 26, 28)),
 }
 TIMEOUT_S = 600.0
+UNSTEADY = 0.3
+"""Median error of the fit from which on something else has kept the machine busy, by all likelihood."""
 SOURCE = "measured by autopar profile"
 
 
@@ -84,7 +87,11 @@ class Profile:
         rows = [
             (row.what, row.measured_s, row.model_s, f"{row.model_s / row.measured_s - 1:+.0%}") for row in self.timings
         ]
-        shown = Table("timings", ("what", "measured_s", "model_s", "error"), tuple(rows), "timings")
+        errors = [abs(row.model_s / row.measured_s - 1) for row in self.timings]
+        middle = statistics.median(errors)
+        hint = "; is something else running here? Measure again when it is done" if middle > UNSTEADY else ""
+        caption = f"timings: the figures above are off by {middle:.0%} in the median{hint}"
+        shown = Table(caption, ("what", "measured_s", "model_s", "error"), tuple(rows), "timings")
         return [*cluster_tables(self.cluster), shown]
 
 

@@ -4,13 +4,13 @@
     level = fitted_level(Level("loopback", 4, 1.0, 0.0, direct=True), [Sample("all_gather", 1 << 20, 3e-3), …])
 
 Invariants:
-- a curve is one that `Device` takes: what noise did against it is raised to the nearest that rises;
+- a curve is one that `Device` takes, whatever the timings;
 - a fitted level predicts a time for each kind and size by `collective_s`, the formula that plans are priced by.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from autopar.cluster.measure import rounded
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 DIGITS = 3
+PARTS = 10_000
+"""In how many parts an efficiency is given."""
 ROUNDS = 12
 OUTLIER = 0.05
 """Relative errors beyond this count by their size, not its square: one disturbed timing must not bend the rest."""
@@ -33,15 +35,26 @@ SWITCH_GAIN = 1.05
 
 
 def efficiency_curve(timings: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
-    """(peak operations/s, curve) of matmuls by (operations, seconds beside the launch), in any order."""
-    timings = sorted(timings)
-    peak = max(flops / seconds for flops, seconds in timings)
-    efficiencies = list(itertools.accumulate((flops / seconds / peak for flops, seconds in timings), max))
-    # A larger op takes no less time: from the largest down, each is at least as fast as the next one's whole time.
-    for i in reversed(range(len(timings) - 1)):
-        efficiencies[i] = max(efficiencies[i], efficiencies[i + 1] * timings[i][0] / timings[i + 1][0])
-    parts = [rounded(part, DIGITS) for part in efficiencies]
-    return rounded(peak, DIGITS), tuple((flops, part) for (flops, _), part in zip(timings, parts, strict=True))
+    """(peak operations/s, curve) of matmuls by (operations, seconds beside the launch), in any order.
+
+    Where a smaller one was more efficient, the larger one counts: that's where the time goes.
+    """
+    curve: list[tuple[float, float]] = []
+    peak = 0.0
+    for flops, seconds in sorted(timings, reverse=True):
+        rate = flops / seconds
+        if not curve:
+            peak = rounded(rate, DIGITS)
+            curve.append((flops, 1.0))
+            continue
+        larger, efficiency = curve[-1]
+        # It takes at most the larger one's time, and is at most as efficient.
+        curve.append((flops, min(efficiency, max(_up(rate / peak), _up(efficiency * flops / larger)))))
+    return peak, tuple(reversed(curve))
+
+
+def _up(part: float) -> float:
+    return math.ceil(part * PARTS) / PARTS
 
 
 @dataclass(frozen=True, slots=True)

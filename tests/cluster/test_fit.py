@@ -70,10 +70,15 @@ def test_a_curve_goes_through_its_timings():
         assert math.isclose(compute_s(device, flops, 0, "float32"), seconds, rel_tol=0.01)
 
 
+def test_large_matmuls_count_where_small_ones_are_more_efficient():
+    peak, curve = efficiency_curve([(1e6, 1e-3), (1e7, 2e-3), (1e8, 1e-1), (1e9, 1.0)])
+    assert peak == 1e9 and {part for _, part in curve} == {1.0}
+
+
 def test_a_curve_of_noise_is_one_that_a_device_takes():
     draw = random.Random(0)
     for _ in range(200):
         timings = [(10.0**e, 10 ** (e - 11) * draw.uniform(1, 30)) for e in range(5, 12)]
         peak, curve = efficiency_curve(timings)
         Device("x", 1, {"float32": peak}, 1e12, 0.0, efficiency_curves={"float32": curve})
-        assert max(part for _, part in curve) == 1
+        assert curve[-1] == (timings[-1][0], 1.0)

@@ -75,6 +75,7 @@ def test_tables_show_the_error_of_the_model(monkeypatch, capsys):
     status, out, _ = run(capsys, "profile")
     assert status == 0
     assert "matmul  1.00 ms   1.50 ms  +50%" in out and "450 GB/s" in out
+    assert "off by 50% in the median; is something else running here?" in out
 
 
 def test_no_file_where_a_rank_fails(monkeypatch, capsys, tmp_path):

@@ -5,11 +5,13 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster, Device, Level, cluster_schema, known_kinds, parse_cluster, preset_device
+from autopar.cluster import Cluster, Device, Level, axis_link, cluster_schema, known_kinds, parse_cluster, preset_device
 from autopar.errors import PlanError
+from autopar.mesh import Mesh
 
 
 def test_cpu_preset_is_fixed():
@@ -188,6 +190,15 @@ def test_nothing_heavy_is_imported():
     imports = "import sys, autopar.cluster, autopar.plans, autopar.program.schedule"
     code = f"{imports}; print({{'torch', 'pydantic'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_the_file_in_the_readme(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (text,) = re.findall(r"```json\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "mine.json").write_text(text)
+    cluster = parse_cluster(str(tmp_path / "mine.json"))
+    assert cluster.levels_text == "spine=4 rail=2 nvlink=8"
+    assert axis_link(cluster, Mesh.parse("dp=8 tp=8"), "dp").bytes_per_s == 12.5e9  # 8 groups share the spine's ports
 
 
 # -- the schema ------------------------------------------------------------------------------------------------------

@@ -78,6 +78,15 @@ def test_tables_show_the_error_of_the_model(monkeypatch, capsys):
     assert "off by 50% in the median; is something else running here?" in out
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_of_a_job_measures_with_it_and_the_first_prints(monkeypatch, capsys, is_first):
+    monkeypatch.setenv("RANK", "0" if is_first else "1")
+    monkeypatch.setattr(profiling, "profile", lambda ranks: pytest.fail("started ranks"))
+    monkeypatch.setattr(profiling, "measure_here", lambda: canned() if is_first else None)
+    status, out, _ = run(capsys, "profile", "--json")
+    assert status == 0 and bool(out) == is_first
+
+
 def test_no_file_where_a_rank_fails(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(launch, "run_ranks", lambda *arguments, **keywords: 7)
     message = refused(capsys, "profile", "--ranks", "2", "-o", str(tmp_path / "cluster.json"))

@@ -254,6 +254,8 @@ def profile(output: str | None, ranks: int | None, as_json: bool) -> None:
     if output and not Path(output).parent.is_dir():
         raise PlanError(f"cluster file {output!r}: no folder {str(Path(output).parent)!r}; make it first")
     if running.is_rank():
+        if ranks is not None:
+            raise PlanError("--ranks: torchrun has started the ranks; leave --ranks out")
         found = profiling.measure_here()
     else:
         with _progress("measuring"):

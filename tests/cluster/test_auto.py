@@ -21,9 +21,10 @@ def small(monkeypatch):
 
 def test_one_rank_per_core(monkeypatch):
     monkeypatch.setattr(auto, "_num_cpus", lambda: 3)
-    threads = torch.get_num_threads()
+    threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     cluster = parse_cluster("auto")
     assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert (cluster.name, cluster.levels_text) == ("auto:1x3xcpu", "loopback=3")
     assert all(rate > 0 for rate in cluster.device.flops_per_s.values())
     assert cluster.device.sources["flops_per_s"] == "measured on this machine"

@@ -85,6 +85,7 @@ def test_a_rank_of_a_job_measures_with_it_and_the_first_prints(monkeypatch, caps
     monkeypatch.setattr(profiling, "measure_here", lambda: canned() if is_first else None)
     status, out, _ = run(capsys, "profile", "--json")
     assert status == 0 and bool(out) == is_first
+    assert "leave --ranks out" in refused(capsys, "profile", "--ranks", "2")
 
 
 def test_no_file_where_a_rank_fails(monkeypatch, capsys, tmp_path):

@@ -94,7 +94,7 @@ class Level:
     latency_s: float | None = None
     """Of one hop: the alpha of the alpha-beta model. To be given unless `nccl` is."""
     base_s: float = 0.0
-    """Fixed time of one collective call, whatever the number of hops."""
+    """Fixed time of one collective call, whatever the number of hops; a message from rank to rank has none."""
     efficiency: float = 1.0
     """The part of `bytes_per_s` that large messages reach."""
     shared: bool = False
@@ -108,6 +108,8 @@ class Level:
     """
     switch_bytes_per_s: float = 0.0
     """Bytes of tensor per second of an all-reduce that the switch sums (NVLink SHARP); 0 where it can't."""
+    switch_s: float = 0.0
+    """Fixed time of such an all-reduce."""
     source: str = ""
     """Where the figures come from."""
 
@@ -122,6 +124,7 @@ class Level:
             _require_positive(where, "bytes_per_s", port)
         _require_fraction(where, "efficiency", self.efficiency)
         _require(self.switch_bytes_per_s >= 0, where, "switch_bytes_per_s", self.switch_bytes_per_s, "at least 0")
+        _require(self.switch_s >= 0, where, "switch_s", self.switch_s, "at least 0")
         if self.nccl:
             given = self.latency_s is None and self.base_s == 0
             _require(given, where, "nccl", repr(self.nccl), "no latency_s and base_s beside it: it stands for both")

@@ -20,7 +20,7 @@ Operations in MPICH, 2005.
 
 Links with NCCL's constants are priced by `autopar.cluster.nccl`: rings, trees and switches, under three protocols.
 Other links have the ring above; where they are `direct`, an all-reduce takes n−1 messages of S instead, if that is
-faster (latency counts half), and where a switch sums, one hop and what it reaches. In an all-to-all, each level carries
+faster (latency counts half), and where a switch sums, what that takes. In an all-to-all, each level carries
 what goes to the peers that it joins.
 
 Invariants:
@@ -106,19 +106,20 @@ def cost_lines(kind: str, num_ranks: int, link: Link) -> tuple[Line, ...]:
 
 def _lines(kind: str, num_ranks: int, link: Link) -> Sequence[Line]:
     entry = _kind(kind)
-    if link.has_nccl and not entry.crosses:
-        assert link.num_ranks == num_ranks, (num_ranks, link)
+    if link.has_nccl and kind != "all_to_all":
+        assert kind == "p2p" or link.num_ranks == num_ranks, (num_ranks, link)
         return nccl_lines(kind, entry.hops(num_ranks), link)
     sent = float(entry.sent(num_ranks))
     if kind == "all_to_all":
         byte_s = _all_to_all_byte_s(num_ranks, link)
     else:
         byte_s = sent / (link.peer_bytes_per_s if entry.crosses else link.bytes_per_s)
-    lines = [(link.base_s + entry.hops(num_ranks) * link.latency_s, byte_s)]
+    base_s = link.base_s if kind != "p2p" else 0.0
+    lines = [(base_s + entry.hops(num_ranks) * link.latency_s, byte_s)]
     if kind == "all_reduce" and link.direct:
         lines.append((link.base_s + (num_ranks - 1) * link.latency_s, (num_ranks - 1) / link.peer_bytes_per_s))
     if kind == "all_reduce" and len(link.tiers) == 1 and link.tiers[0].switch_bytes_per_s:
-        lines.append((link.base_s + link.latency_s, 1 / link.tiers[0].switch_bytes_per_s))
+        lines.append((link.tiers[0].switch_s, 1 / link.tiers[0].switch_bytes_per_s))
     return lines
 
 

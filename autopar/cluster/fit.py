@@ -71,11 +71,11 @@ def fitted_level(level: Level, samples: Sequence[Sample]) -> Level:
 
     Each of `level.size` ranks (or groups of ranks, all at the same time) took part in each collective.
     """
-    switched = 0.0
+    switch = (0.0, 0.0)
     if not level.direct:
         rings = [sample for sample in samples if sample.kind != "all_reduce"]
-        switched = _switch_bytes_per_s(_fitted(rings, level), level.size, samples)
-        samples = rings if switched else samples
+        switch = _switch(_fitted(rings, level), level.size, samples)
+        samples = rings if any(switch) else samples
     found = _fitted(samples, level)
     return replace(
         level,
@@ -84,7 +84,8 @@ def fitted_level(level: Level, samples: Sequence[Sample]) -> Level:
         bytes_per_s=rounded(1 / found.byte_s, DIGITS),
         efficiency=1.0,
         nccl="",
-        switch_bytes_per_s=rounded(switched, DIGITS),
+        switch_s=rounded(switch[0], DIGITS),
+        switch_bytes_per_s=rounded(switch[1], DIGITS),
     )
 
 
@@ -101,7 +102,7 @@ def _fitted(samples: Sequence[Sample], level: Level) -> _Fit:
     """
     forms = [cost_lines(sample.kind, level.size, _unit_link(level)) for sample in samples]
     rows = [
-        np.array([[1.0, hops, sent * sample.num_bytes] for hops, sent in lines]) / sample.seconds
+        np.array([[sample.kind != "p2p", hops, sent * sample.num_bytes] for hops, sent in lines]) / sample.seconds
         for lines, sample in zip(forms, samples, strict=True)
     ]
     found: Floats = np.zeros(3)
@@ -131,9 +132,12 @@ def _least_squares(matrix: Floats, target: Floats) -> Floats:
     return best[1]
 
 
-def _switch_bytes_per_s(ring: _Fit, ranks: int, samples: Sequence[Sample]) -> float:
-    """What the largest all-reduce reached beside a hop's latency, where that is more than a ring would; else 0."""
-    largest = max((sample for sample in samples if sample.kind == "all_reduce"), key=lambda sample: sample.num_bytes)
-    own_s = largest.seconds - ring.base_s - ring.latency_s
-    ring_s = 2 * (ranks - 1) / ranks * ring.byte_s * largest.num_bytes
-    return largest.num_bytes / own_s if SWITCH_GAIN * own_s < ring_s else 0.0
+def _switch(ring: _Fit, ranks: int, samples: Sequence[Sample]) -> tuple[float, float]:
+    """(seconds, bytes/s) of the two largest all-reduces, where a ring would take longer for the largest; else zeros."""
+    reduced = sorted((sample for sample in samples if sample.kind == "all_reduce"), key=lambda sample: sample.num_bytes)
+    smaller, largest = reduced[-2:]
+    ring_s = ring.base_s + 2 * (ranks - 1) * (ring.latency_s + ring.byte_s * largest.num_bytes / ranks)
+    if SWITCH_GAIN * largest.seconds >= ring_s or largest.seconds <= smaller.seconds:
+        return 0.0, 0.0
+    rate = (largest.num_bytes - smaller.num_bytes) / (largest.seconds - smaller.seconds)
+    return max(0.0, largest.seconds - largest.num_bytes / rate), rate

@@ -28,7 +28,7 @@ class Tier:
     latency_s: float
     """Of one hop."""
     base_s: float = 0.0
-    """Fixed time of one call."""
+    """Fixed time of one collective call."""
     sharing: int = 1
     """How many groups share one port."""
     direct: bool = False
@@ -36,7 +36,9 @@ class Tier:
     nccl: str = ""
     """The kind of link to NCCL's cost model, where that one is used."""
     switch_bytes_per_s: float = 0.0
-    """Bytes of tensor per second of an all-reduce inside the switch; 0 where it has none."""
+    """Bytes of tensor per second of an all-reduce that the switch sums; 0 where it can't."""
+    switch_s: float = 0.0
+    """Fixed time of such an all-reduce."""
 
 
 @dataclass(frozen=True, slots=True)

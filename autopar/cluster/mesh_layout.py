@@ -119,6 +119,7 @@ def _tier(span: _Span) -> Tier:
         direct=level.direct,
         nccl=level.nccl,
         switch_bytes_per_s=level.switch_bytes_per_s,
+        switch_s=level.switch_s,
     )
 
 

@@ -175,8 +175,9 @@ def _measured(device: torch.device) -> Profile:
 
 # -- the device --------------------------------------------------------------------------------------------------
 def _device(device: torch.device, kind: str, local: int) -> tuple[Device, list[Timing]]:
-    launch_s = _slowest_of(measure.launch_s(device))
-    seconds = {dtype: _matmuls(device, dtype) for dtype in DTYPES[device.type]}
+    clock = auto.own_clock(device, local)
+    launch_s = _slowest_of(measure.launch_s(device, clock))
+    seconds = {dtype: _matmuls(device, dtype, clock) for dtype in DTYPES[device.type]}
     rates, curves = _unmeasured_rates(kind), {}
     for dtype, timed in seconds.items():
         # at least half of a timing is the matmul's own, however small that is
@@ -187,7 +188,7 @@ def _device(device: torch.device, kind: str, local: int) -> tuple[Device, list[T
         kind=kind,
         memory_bytes=auto.memory_bytes(local),
         flops_per_s=rates,
-        bytes_per_s=measure.rounded(1 / _slowest_of(measure.moved_byte_s(device)), DIGITS),
+        bytes_per_s=measure.rounded(1 / _slowest_of(measure.moved_byte_s(device, clock)), DIGITS),
         launch_s=measure.rounded(launch_s, DIGITS),
         efficiency_curves=curves,
         sources=dict.fromkeys(figures, SOURCE),
@@ -195,19 +196,19 @@ def _device(device: torch.device, kind: str, local: int) -> tuple[Device, list[T
     return found, [_matmul_timing(found, dtype, *row) for dtype, timed in seconds.items() for row in timed.items()]
 
 
-def _matmuls(device: torch.device, dtype: str) -> dict[Shape, float]:
+def _matmuls(device: torch.device, dtype: str, clock: measure.Clock) -> dict[Shape, float]:
     """Seconds by shape: squares of rising size until one takes long, and flat ones that take no longer."""
     import torch
 
     found: dict[Shape, float] = {}
     for size in MATMUL_SIZES[device.type]:
         square = (size, size, size)
-        found[square] = _slowest_of(measure.matmul_s(device, getattr(torch, dtype), square))
+        found[square] = _slowest_of(measure.matmul_s(device, getattr(torch, dtype), square, clock))
         if found[square] > measure.LONG_S:
             break
     for m, k, n in FLAT_SHAPES[device.type]:
         if m * k * n <= size**3:
-            found[m, k, n] = _slowest_of(measure.matmul_s(device, getattr(torch, dtype), (m, k, n)))
+            found[m, k, n] = _slowest_of(measure.matmul_s(device, getattr(torch, dtype), (m, k, n), clock))
     return found
 
 

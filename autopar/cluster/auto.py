@@ -46,6 +46,11 @@ def num_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else _num_cpus()
 
 
+def own_clock(device: torch.device, ranks: int) -> measure.Clock:
+    """What times the work of one of this machine's `ranks` ranks by itself."""
+    return measure.own_clock(device, ranks, _num_cpus())
+
+
 def own_kind() -> str | None:
     """The device kind of this machine, if it has a preset."""
     import torch
@@ -112,7 +117,7 @@ def _gpu(kind: str | None) -> Device:
     if kind:
         memory = torch.cuda.get_device_properties(0).total_memory
         return dataclasses.replace(preset_device(kind), memory_bytes=memory)
-    return _measured(name_of(kind), memory_bytes(1), torch.device("cuda"), preset_device("l40s").launch_s)
+    return _measured(name_of(kind), 1, torch.device("cuda"), preset_device("l40s").launch_s)
 
 
 def _cpu(ranks: int) -> Device:
@@ -122,22 +127,22 @@ def _cpu(ranks: int) -> Device:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, _num_cpus() // ranks))
     try:
-        return _measured("cpu", memory_bytes(ranks), torch.device("cpu"), preset_device("cpu").launch_s)
+        return _measured("cpu", ranks, torch.device("cpu"), preset_device("cpu").launch_s)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(kind: str, memory: int, device: torch.device, launch_s: float) -> Device:
+def _measured(kind: str, ranks: int, device: torch.device, launch_s: float) -> Device:
     import torch
 
-    rates = {}
+    clock, rates = own_clock(device, ranks), {}
     for dtype in (torch.float32, torch.bfloat16):
         size = MATMUL_SIZE[device.type]
-        seconds = measure.matmul_s(device, dtype, (size, size, size))
+        seconds = measure.matmul_s(device, dtype, (size, size, size), clock)
         rates[str(dtype).removeprefix("torch.")] = measure.rounded(2 * size**3 / seconds, 2)
-    bytes_per_s = measure.rounded(1 / measure.moved_byte_s(device), 2)
+    bytes_per_s = measure.rounded(1 / measure.moved_byte_s(device, clock), 2)
     sources = dict.fromkeys(("memory_bytes", "flops_per_s", "bytes_per_s"), "measured on this machine")
-    return Device(kind, memory, rates, bytes_per_s, launch_s, sources=sources)
+    return Device(kind, memory_bytes(ranks), rates, bytes_per_s, launch_s, sources=sources)
 
 
 def _num_cpus() -> int:

@@ -1,5 +1,6 @@
 """`auto`: the machine of the test, measured; GPUs are imitated."""
 
+import time
 import types
 
 import pytest
@@ -29,6 +30,18 @@ def test_one_rank_per_core(monkeypatch):
     assert all(rate > 0 for rate in cluster.device.flops_per_s.values())
     assert cluster.device.sources["flops_per_s"] == "measured on this machine"
     assert 3 * cluster.device.memory_bytes <= auto._memory_bytes()
+
+
+def test_a_rank_with_its_own_core_is_timed_by_that_core(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert measure.own_clock(cpu, num_ranks=2, num_cores=2) is time.thread_time
+    assert measure.own_clock(cpu, num_ranks=3, num_cores=2) is time.perf_counter
+    assert measure.own_clock(torch.device("cuda"), 1, 8) is time.perf_counter
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert measure.own_clock(cpu, 1, 8) is time.perf_counter
+    assert measure.best_s(lambda: time.sleep(0.01), cpu) > 0.009
+    assert measure.best_s(lambda: time.sleep(0.01), cpu, clock=time.thread_time) < 0.009
 
 
 def test_counts_of_the_running_job(monkeypatch):
@@ -82,8 +95,8 @@ def test_known_gpu(monkeypatch, name, kind):
 def test_unknown_gpu_is_measured(monkeypatch):
     imitate_gpus(monkeypatch, "Example X1")
     monkeypatch.setattr(auto, "MATMUL_SIZE", {"cuda": 1000})
-    monkeypatch.setattr(measure, "matmul_s", lambda device, dtype, shape: 1e-3)
-    monkeypatch.setattr(measure, "moved_byte_s", lambda device: 1e-11)
+    monkeypatch.setattr(measure, "matmul_s", lambda device, dtype, shape, clock: 1e-3)
+    monkeypatch.setattr(measure, "moved_byte_s", lambda device, clock: 1e-11)
     cluster = parse_cluster("auto")
     assert (cluster.device.kind, cluster.device.memory_bytes) == ("example-x1", 9 * 10**9)
     assert (cluster.device.flops_per_s["bfloat16"], cluster.device.bytes_per_s) == (2e12, 1e11)

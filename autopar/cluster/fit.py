@@ -69,7 +69,8 @@ class Sample:
 def fitted_level(level: Level, samples: Sequence[Sample]) -> Level:
     """`level` with the latency, base and bandwidth that come nearest to `samples`, by relative error.
 
-    Each of `level.size` ranks (or groups of ranks, all at the same time) took part in each collective.
+    Each of `level.size` ranks (or groups of ranks, all at the same time) took part in each collective, of which each
+    kind has at least two sizes.
     """
     switch = (0.0, 0.0)
     if not level.direct:

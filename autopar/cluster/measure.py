@@ -28,6 +28,8 @@ BUDGET_S = 0.1
 """About how long a figure may take, if a few calls aren't longer."""
 BATCH_S = 2e-3
 FIRST_CALLS = 3
+CLOCK_S = 1e-7
+"""A coarse clock may say that nothing has passed."""
 LONG_S = 0.01
 """Where sizes rise, one that takes longer is the last: the next takes several times as long."""
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -52,7 +54,7 @@ def best_s(
 ) -> float:
     """Seconds of one call of `work`, in the fastest of several batches."""
     _timed(work, 1, device, clock)
-    once_s = min(slowest([_timed(work, 1, device, clock) for _ in range(FIRST_CALLS)]))
+    once_s = max(CLOCK_S, min(slowest([_timed(work, 1, device, clock) for _ in range(FIRST_CALLS)])))
     calls = max(1, round(BATCH_S / once_s))
     batches = max(1, round(BUDGET_S / (calls * once_s)))
     return min(once_s, *slowest([_timed(work, calls, device, clock) / calls for _ in range(batches)]))

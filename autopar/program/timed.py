@@ -34,15 +34,15 @@ def timed_communicator(mesh: Mesh, device: torch.device) -> Iterator[ProcessComm
 def timed_collectives(
     communicator: ProcessCommunicator, axis: str, sizes: Sequence[int], slowest: Slowest
 ) -> Iterator[Sample]:
-    """Each kind over `axis`, all of its groups at once, at each of `sizes` (bytes of the whole tensor, rising) until
-    one takes long; point to point where the axis is the pipeline's."""
+    """Each kind over `axis`, all of its groups at once, at each of `sizes` (bytes of the whole tensor, rising), two
+    at least, until one takes long; point to point where the axis is the pipeline's."""
     ranks = communicator.mesh.size(axis)
     for kind, prepare in _WORK.items():
-        for size in sizes if kind != "p2p" or axis == PIPELINE_AXIS else ():
+        for count, size in enumerate(sizes if kind != "p2p" or axis == PIPELINE_AXIS else (), start=1):
             elements = max(1, size // 4 // ranks**2) * ranks**2
             seconds = best_s(prepare(communicator, axis, elements), communicator.device, slowest)
             yield Sample(kind, 4 * elements, seconds / 2 if kind == "p2p" else seconds)
-            if seconds > LONG_S:
+            if count > 1 and seconds > LONG_S:
                 break
 
 

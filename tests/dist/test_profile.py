@@ -17,7 +17,7 @@ import sys
 from autopar import profiling
 from autopar.cluster import measure
 measure.BUDGET_S, measure.COPY_BYTES = 0.002, {"cpu": 1 << 20}
-profiling.MATMUL_SIZES, profiling.FLAT_SHAPES = {"cpu": (16, 64)}, {"cpu": ((4, 64, 64),)}
+profiling.MATMUL_SIZES, profiling.FLAT_SHAPES = {"cpu": (16, 32)}, {"cpu": ((4, 32, 32),)}
 profiling.COLLECTIVE_BYTES = {"cpu": (1 << 10, 1 << 16)}
 profiling.main(sys.argv[1])
 """

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopar.pins import Pins
     from autopar.planning import plan
     from autopar.plans import Plan
+    from autopar.profiling import profile
     from autopar.rules.registered import rule
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "compile",
     "parallelize",
     "plan",
+    "profile",
     "reference_rng",
     "rule",
 ]
@@ -61,6 +63,7 @@ _HOMES = {
     "compile": "autopar.compiling",
     "parallelize": "autopar.decorator",
     "plan": "autopar.planning",
+    "profile": "autopar.profiling",
     "reference_rng": "autopar.capture.drawing",
     "rule": "autopar.rules.registered",
 }

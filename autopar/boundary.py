@@ -28,6 +28,14 @@ def parse_json(kind: type[T], text: str, what: str) -> T:
         raise PlanError(f"{what}: {_explain(dict(first))}{more}") from None
 
 
+def json_schema(kind: type[Any]) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of what `parse_json` reads as `kind`."""
+    from pydantic import TypeAdapter
+
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return draft | TypeAdapter(kind).json_schema()
+
+
 def _explain(error: dict[str, Any]) -> str:
     field = ".".join(map(str, error["loc"]))
     match error["type"]:

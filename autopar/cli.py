@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | explain | diff | verify | build | run | rules`.
+"""The command line: `autopar plan | explain | diff | verify | build | run | rules | profile | cluster`.
 
     autopar plan train.py:step --cluster 8xh100 --pin "tp=4" -o plan.json
     autopar explain plan.json model.layers.0
@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -237,6 +238,52 @@ def rules(pattern: str, prove: bool, as_json: bool) -> None:
     wrong = [text for proof in found for text in proof.counterexamples]
     if wrong:
         raise VerificationError("rules contradicted by execution:\n" + "\n".join(wrong))
+
+
+@autopar.command(
+    help="Measure this machine and write a cluster file.\n\nStarts its ranks, or is one of them under torchrun."
+)
+@click.option("--output", "-o", type=click.Path(dir_okay=False), help="Write the cluster file, for --cluster.")
+@click.option("--ranks", type=click.IntRange(1), help="Default: one for each GPU, or for each core without GPUs.")
+@_json
+def profile(output: str | None, ranks: int | None, as_json: bool) -> None:
+    """This machine → a cluster file, and each timing beside what the file says of it."""
+    from autopar import profiling, running
+    from autopar.plans import write_whole
+
+    if output and not Path(output).parent.is_dir():
+        raise PlanError(f"cluster file {output!r}: no folder {str(Path(output).parent)!r}; make it first")
+    if running.is_rank():
+        if ranks is not None:
+            raise PlanError("--ranks: torchrun has started the ranks; leave --ranks out")
+        found = profiling.measure_here()
+    else:
+        with _progress("measuring"):
+            found = profiling.profile(ranks)
+    if found is None:
+        return
+    if output:
+        write_whole(Path(output), f"{found.cluster.to_json()}\n", "cluster")
+    _print_json(dataclasses.asdict(found)) if as_json else _print_tables(found.tables(), as_json)
+
+
+@autopar.command(help="Show a cluster: the figures that plans are priced by, and their sources.")
+@click.argument("cluster", metavar="C", required=False)
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of cluster files instead.")
+@_json
+def cluster(cluster: str | None, schema: bool, as_json: bool) -> None:
+    """A cluster → its figures; with --json, the cluster file."""
+    from autopar.cluster import cluster_schema, parse_cluster
+    from autopar.show_cluster import cluster_tables
+
+    if schema == (cluster is not None):
+        raise PlanError("cluster: give C (8xh100, auto, a cluster file) or --schema")
+    if schema or cluster is None:
+        _print_json(cluster_schema())
+    elif as_json:
+        click.echo(parse_cluster(cluster).to_json())
+    else:
+        _print_tables(cluster_tables(parse_cluster(cluster)), as_json)
 
 
 def _followed(lines: Iterator[dict[str, Any]], quiet: bool) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ Invariant: the plan decides everything; the same step and plan give the same pro
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -15,9 +16,10 @@ from dataclasses import replace
 from autopar.capture.graphs import Captured, graph_hash
 from autopar.capture.runs import Repeats
 from autopar.capture.step import ForwardStep, TrainStep
-from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
+from autopar.cluster.collectives import cost_lines, least_s
 from autopar.cluster.mesh_layout import axis_link
+from autopar.cluster.nccl import Line
 from autopar.errors import LayersDifferError, VerificationError
 from autopar.garbage import collected_seldom
 from autopar.joint import StepGraph, join
@@ -132,7 +134,12 @@ def parsed_choices(step: StepGraph, texts: dict[str, str]) -> dict[str, Choice]:
 def prices(cluster: Cluster, mesh: Mesh) -> Price:
     """Seconds of a collective over an axis of `mesh` on `cluster`."""
     links = {axis: axis_link(cluster, mesh, axis) for axis in mesh.names}
-    return lambda kind, axis, num_bytes: collective_s(kind, int(num_bytes), mesh.size(axis), links[axis])
+
+    @functools.cache
+    def lines(kind: str, axis: str) -> tuple[Line, ...]:
+        return cost_lines(kind, mesh.size(axis), links[axis])
+
+    return lambda kind, axis, num_bytes: least_s(lines(kind, axis), num_bytes)
 
 
 def valid_for(step: ForwardStep, captured: Captured) -> ValidFor:

@@ -190,6 +190,28 @@ def test_module_and_script_are_the_same_command():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("autopar ")
 
 
+# -- clusters ----------------------------------------------------------------------------------------------------
+def test_a_cluster_is_shown_with_its_sources(capsys):
+    status, out, _ = run(capsys, "cluster", "2x8xh100")
+    assert status == 0
+    assert out.startswith("2x8xh100: 16 devices, network=2 nvlink=8\n")
+    assert "989.4 TFLOP/s" in out and "450 GB/s" in out and "stas00/ml-engineering" in out
+
+
+def test_a_cluster_file_and_its_schema(capsys, tmp_path):
+    _, text, _ = run(capsys, "cluster", "2x8xh100", "--json")
+    (tmp_path / "mine.json").write_text(text.replace('"size": 8', '"size": 4'))
+    _, out, _ = run(capsys, "cluster", str(tmp_path / "mine.json"))
+    assert "8 devices, network=2 nvlink=4" in out
+    _, schema, _ = run(capsys, "cluster", "--schema")
+    assert json.loads(schema)["title"] == "Cluster"
+
+
+@pytest.mark.parametrize("arguments", [[], ["8xh100", "--schema"]])
+def test_cluster_without_one(capsys, arguments):
+    assert "give C (8xh100, auto, a cluster file) or --schema" in refused(capsys, "cluster", *arguments)
+
+
 # -- rules -------------------------------------------------------------------------------------------------------
 def test_rules_are_listed(capsys):
     status, out, _ = run(capsys, "rules", "aten.*mm")

@@ -8,8 +8,9 @@ for mesh in candidate_meshes(cluster, {"tp": 8}):
 
 from autopar.cluster.cluster import Cluster, Device, Level
 from autopar.cluster.collectives import collective_bytes_sent, collective_s
-from autopar.cluster.mesh_layout import Link, axis_link, candidate_meshes, distinct_meshes
-from autopar.cluster.presets import known_kinds, load_cluster, parse_cluster, preset_device
+from autopar.cluster.link import Link, Tier
+from autopar.cluster.mesh_layout import axis_link, candidate_meshes, distinct_meshes
+from autopar.cluster.presets import cluster_schema, known_kinds, load_cluster, parse_cluster, preset_device
 from autopar.cluster.roofline import compute_s
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "Device",
     "Level",
     "Link",
+    "Tier",
     "axis_link",
     "candidate_meshes",
+    "cluster_schema",
     "collective_bytes_sent",
     "collective_s",
     "compute_s",

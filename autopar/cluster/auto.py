@@ -12,11 +12,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.cluster import measure
 from autopar.cluster.cluster import Cluster, Device, Level
 from autopar.cluster.presets import known_kinds, preset_cluster, preset_device
 from autopar.errors import PlanError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 MATMUL_SIZE = {"cpu": 768, "cuda": 8192}
-COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 MEMORY_SHARE = 0.9
 """Part of the machine's memory that the ranks may use together; the rest is the system's and the allocator's."""
 
@@ -35,14 +33,53 @@ def auto_cluster() -> Cluster:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    nodes, devices = _counts(torch.cuda.device_count() if on_gpu else _num_cpus())
-    kind = _gpu_kind(torch.cuda.get_device_name()) if on_gpu else "cpu"
-    levels = preset_cluster(nodes, devices, kind).levels if kind else _unknown_levels(nodes, devices)
+    nodes, devices = counts(num_devices())
+    kind = own_kind()
     device = _gpu(kind) if on_gpu else _cpu(devices)
-    return Cluster(f"auto:{nodes}x{devices}x{device.kind}", device, levels)
+    return Cluster(f"auto:{nodes}x{devices}x{device.kind}", device, usual_levels(nodes, devices, kind))
 
 
-def _counts(local: int) -> tuple[int, int]:
+def num_devices() -> int:
+    """GPUs of this machine, or the cores that this process may use where there are none."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else _num_cpus()
+
+
+def own_clock(device: torch.device, ranks: int) -> measure.Clock:
+    """What times the work of one of this machine's `ranks` ranks by itself."""
+    return measure.own_clock(device, ranks, _num_cpus())
+
+
+def own_kind() -> str | None:
+    """The device kind of this machine, if it has a preset."""
+    import torch
+
+    return _gpu_kind(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+
+
+def usual_levels(nodes: int, devices: int, kind: str | None) -> tuple[Level, ...]:
+    """The levels of the preset of `kind`, or of a GPU that has none."""
+    return preset_cluster(nodes, devices, kind).levels if kind else _unknown_levels(nodes, devices)
+
+
+def memory_bytes(ranks: int) -> int:
+    """What one of `ranks` ranks of this machine may use."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory * MEMORY_SHARE)
+    return int(_memory_bytes() * MEMORY_SHARE) // ranks
+
+
+def name_of(kind: str | None) -> str:
+    """`kind`, or a name made of the one that the driver gives."""
+    import torch
+
+    return kind or re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
+
+
+def counts(local: int) -> tuple[int, int]:
     """(nodes, ranks of a node) from the launcher's environment; `local` ranks on one node where there is none."""
     world = _environment_count("WORLD_SIZE")
     if world is None:
@@ -77,11 +114,10 @@ def _unknown_levels(nodes: int, devices: int) -> tuple[Level, ...]:
 def _gpu(kind: str | None) -> Device:
     import torch
 
-    properties = torch.cuda.get_device_properties(0)
     if kind:
-        return dataclasses.replace(preset_device(kind), memory_bytes=properties.total_memory)
-    name = re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
-    return _measured(name, int(properties.total_memory * MEMORY_SHARE), torch.device("cuda"), 3.8e-6)
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return dataclasses.replace(preset_device(kind), memory_bytes=memory)
+    return _measured(name_of(kind), 1, torch.device("cuda"), preset_device("l40s").launch_s)
 
 
 def _cpu(ranks: int) -> Device:
@@ -91,54 +127,22 @@ def _cpu(ranks: int) -> Device:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, _num_cpus() // ranks))
     try:
-        memory_bytes = int(_memory_bytes() * MEMORY_SHARE) // ranks
-        return _measured("cpu", memory_bytes, torch.device("cpu"), preset_device("cpu").launch_s)
+        return _measured("cpu", ranks, torch.device("cpu"), preset_device("cpu").launch_s)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(kind: str, memory_bytes: int, device: torch.device, launch_s: float) -> Device:
+def _measured(kind: str, ranks: int, device: torch.device, launch_s: float) -> Device:
     import torch
 
-    dtypes = (torch.float32, torch.bfloat16)
-    rates = {str(dtype).removeprefix("torch."): _matmul_flops_per_s(device, dtype) for dtype in dtypes}
+    clock, rates = own_clock(device, ranks), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        size = MATMUL_SIZE[device.type]
+        seconds = measure.matmul_s(device, dtype, (size, size, size), clock)
+        rates[str(dtype).removeprefix("torch.")] = measure.rounded(2 * size**3 / seconds, 2)
+    bytes_per_s = measure.rounded(1 / measure.moved_byte_s(device, clock), 2)
     sources = dict.fromkeys(("memory_bytes", "flops_per_s", "bytes_per_s"), "measured on this machine")
-    return Device(kind, memory_bytes, rates, _copy_bytes_per_s(device), launch_s, sources=sources)
-
-
-def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    import torch
-
-    size = MATMUL_SIZE[device.type]
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    return _two_digits(2 * size**3 / _best_s(lambda: left @ right, device))
-
-
-def _copy_bytes_per_s(device: torch.device) -> float:
-    """A copy reads and writes each byte once."""
-    import torch
-
-    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return _two_digits(2 * source.numel() / _best_s(lambda: target.copy_(source), device))
-
-
-def _best_s(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Seconds of the fastest run of `work`: noise only adds time."""
-    import torch
-
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _two_digits(value: float) -> float:
-    return float(f"{value:.2g}")
+    return Device(kind, memory_bytes(ranks), rates, bytes_per_s, launch_s, sources=sources)
 
 
 def _num_cpus() -> int:

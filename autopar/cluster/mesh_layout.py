@@ -20,35 +20,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cluster import nccl
 from autopar.cluster.cluster import Cluster, Level
+from autopar.cluster.link import Link, Tier
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
 AXES = ("pp", "dp", "tp")
 """The axes of a searched mesh, outermost first: pipeline traffic is the smallest, tensor traffic the largest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What one group of an axis gets of the links that it uses, all groups communicating at once."""
-
-    bytes_per_s: float
-    """Of a ring through the group: what each rank sends and receives, in one direction."""
-    latency_s: float
-    """Mean over the hops of that ring, so that (ranks − 1) · latency_s is the way around it."""
-    base_s: float
-    """Fixed time of one call."""
-    level: str
-    """The level that bounds the ring's bandwidth."""
-    sharing: int
-    """How many groups share one port of that level."""
-    peer_bytes_per_s: float
-    """Of one rank that sends to a rank at the other end of the outermost level: point to point, all-to-all."""
-    direct: bool = False
-    """Whether a small all-reduce goes straight from each rank to all others, as ours on gloo does."""
-
-    def __str__(self) -> str:
-        return f"{self.level} {self.bytes_per_s / 1e9:.4g} GB/s {self.latency_s * 1e6:.3g} us"
 
 
 def candidate_meshes(cluster: Cluster, pins: Mapping[str, int], axes: Sequence[str] = AXES) -> list[Mesh]:
@@ -96,14 +75,7 @@ def axis_link(cluster: Cluster, mesh: Mesh, axis: str) -> Link:
     """
     if misfit := _misfit(cluster, mesh):
         raise PlanError(f"mesh {mesh}: {misfit}")
-    spans = _spans(cluster, mesh, axis)
-    rings = [_ring(span) for span in spans]
-    bytes_per_s, sharing, level = min(rings, key=lambda ring: ring[0])
-    hops = [(math.prod(outer.extent for outer in spans[:i]) * (span.extent - 1)) for i, span in enumerate(spans)]
-    latency_s = sum(n * span.level.latency_s for n, span in zip(hops, spans, strict=True)) / max(1, sum(hops))
-    peer = min(_peer_bytes_per_s(span) for span in spans)
-    base_s, direct = max(span.level.base_s for span in spans), all(span.level.direct for span in spans)
-    return Link(bytes_per_s, latency_s, base_s, level, sharing, peer, direct)
+    return Link(tuple(_tier(span) for span in _spans(cluster, mesh, axis)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +104,23 @@ def _spans(cluster: Cluster, mesh: Mesh, axis: str) -> list[_Span]:
     return spans[::-1] or [_Span(cluster.levels[-1], 1, 1, 1)]
 
 
-def _ring(span: _Span) -> tuple[float, int, str]:
-    """(bytes/s of one group's ring, groups that share a port, level name)."""
-    level, sharing = span.level, span.inside // span.own
-    rate = level.bytes_per_s * level.efficiency
-    return (rate / sharing, sharing, level.name) if level.shared else (rate * span.own, 1, level.name)
-
-
-def _peer_bytes_per_s(span: _Span) -> float:
-    rate = span.level.bytes_per_s * span.level.efficiency
-    return rate / span.inside if span.level.shared else rate
+def _tier(span: _Span) -> Tier:
+    level, groups = span.level, span.inside // span.own
+    rate = level.reached_bytes_per_s
+    ring, peer = (rate / groups, rate / span.inside) if level.shared else (rate * span.own, rate)
+    return Tier(
+        level=level.name,
+        extent=span.extent,
+        bytes_per_s=ring,
+        peer_bytes_per_s=peer,
+        latency_s=level.latency_s if level.latency_s is not None else nccl.hop_s(level.nccl),
+        base_s=nccl.base_s(level.nccl) if level.nccl else level.base_s,
+        sharing=groups if level.shared else 1,
+        direct=level.direct,
+        nccl=level.nccl,
+        switch_bytes_per_s=level.switch_bytes_per_s,
+        switch_s=level.switch_s,
+    )
 
 
 def _misfit(cluster: Cluster, mesh: Mesh) -> str | None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autopar.boundary import json_schema
 from autopar.cluster.cluster import Cluster, Device, Level
 from autopar.errors import PlanError
 
@@ -54,8 +55,10 @@ def preset_device(kind: str) -> Device:
     """The preset of `kind` (`"h100"`)."""
     row = _row(kind)
     fields = {field.name: row[field.name] for field in dataclasses.fields(Device) if field.name in row}
+    curves = {dtype: tuple(map(tuple, points)) for dtype, points in row.get("efficiency_curves", {}).items()}
     sources = {name: _source(text) for name, text in row["sources"].items()}
-    return Device(kind=kind, **{**fields, "memory_bytes": int(row["memory_bytes"]), "sources": sources})
+    exact = {"memory_bytes": int(row["memory_bytes"]), "efficiency_curves": curves, "sources": sources}
+    return Device(kind=kind, **{**fields, **exact})
 
 
 def preset_cluster(nodes: int, devices: int, kind: str) -> Cluster:
@@ -78,6 +81,14 @@ def load_cluster(path: str | Path) -> Cluster:
     except UnicodeDecodeError:
         raise PlanError(f"cluster file {str(path)!r}: not text in UTF-8") from None
     return Cluster.from_json(_with_device(text), f"cluster file {str(path)!r}")
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    schema = json_schema(Cluster)
+    device = schema["properties"]["device"]
+    schema["properties"]["device"] = {"anyOf": [device, {"enum": list(known_kinds()), "type": "string"}]}
+    return schema
 
 
 def _with_device(text: str) -> str:

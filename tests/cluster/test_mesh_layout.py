@@ -1,5 +1,6 @@
 """Meshes on levels: which are allowed, and the link that an axis gets."""
 
+import dataclasses
 import math
 import re
 
@@ -9,6 +10,7 @@ from autopar.cluster import (
     Cluster,
     Level,
     Link,
+    Tier,
     axis_link,
     candidate_meshes,
     distinct_meshes,
@@ -92,13 +94,14 @@ def test_distinct_meshes():
 
 def test_link_inside_a_level():
     link = axis_link(cluster_of(2, 8), Mesh.parse("pp=2 dp=2 tp=4"), "tp")
-    assert link == Link(1e11, 4e-6, 0.0, "l1", 1, 1e11)
+    assert link == Link((Tier("l1", 4, 1e11, 1e11, 4e-6),))
     assert str(link) == "l1 100 GB/s 4 us"
 
 
 def test_link_across_nodes_with_a_port_per_device():
     # tp fills the node: each dp ring has one rank in a node, and that rank's port.
-    assert axis_link(cluster_of(2, 8), Mesh.parse("pp=1 dp=2 tp=8"), "dp") == Link(1e10, 8e-6, 0.0, "l0", 1, 1e10)
+    link = axis_link(cluster_of(2, 8), Mesh.parse("pp=1 dp=2 tp=8"), "dp")
+    assert link == Link((Tier("l0", 2, 1e10, 1e10, 8e-6),))
     # dp also spans 4 devices of the node: its rings use 4 ports, and 1 of 7 hops is between nodes.
     link = axis_link(cluster_of(2, 8), Mesh.parse("pp=1 dp=8 tp=2"), "dp")
     assert (link.bytes_per_s, link.level, link.peer_bytes_per_s) == (4e10, "l0", 1e10)
@@ -108,7 +111,8 @@ def test_link_across_nodes_with_a_port_per_device():
 def test_link_across_nodes_with_a_shared_port():
     cluster = cluster_of(2, 8, shared=True)
     # 8 dp rings, one of each node's ranks in each: an eighth of the node's port for each.
-    assert axis_link(cluster, Mesh.parse("pp=1 dp=2 tp=8"), "dp") == Link(1e10 / 8, 8e-6, 0.0, "l0", 8, 1e10 / 8)
+    link = axis_link(cluster, Mesh.parse("pp=1 dp=2 tp=8"), "dp")
+    assert link == Link((Tier("l0", 2, 1e10 / 8, 1e10 / 8, 8e-6, sharing=8),))
     # 2 rings of 8: half a port each; a rank that sends for itself still has an eighth.
     link = axis_link(cluster, Mesh.parse("pp=1 dp=8 tp=2"), "dp")
     assert (link.bytes_per_s, link.sharing, link.peer_bytes_per_s) == (1e10 / 2, 2, 1e10 / 8)
@@ -123,11 +127,21 @@ def test_efficiency_and_base():
     assert axis_link(cluster, Mesh.parse("dp=2 tp=8"), "tp").base_s == 0
 
 
+def test_unequal_links_are_as_fast_as_the_slowest():
+    cluster = cluster_of(4, 2)
+    unequal = dataclasses.replace(cluster.levels[0], bytes_per_s=(1e10, 4e10, 2e10, 4e10))
+    cluster = dataclasses.replace(cluster, levels=(unequal, cluster.levels[1]))
+    equal = cluster_of(4, 2)
+    for mesh in candidate_meshes(cluster, {}):
+        assert all(axis_link(cluster, mesh, axis) == axis_link(equal, mesh, axis) for axis in mesh.names)
+
+
 def test_three_levels():
     cluster = cluster_of(2, 4, 8)
     link = axis_link(cluster, Mesh.parse("dp=64"), "dp")
     assert math.isclose(link.latency_s, (1 * 8e-6 + 2 * 3 * 4e-6 + 8 * 7 * 2e-6) / 63)
     assert (link.level, link.bytes_per_s) == ("l0", 32 * 1e10)
+    assert [(tier.level, tier.extent) for tier in link.tiers] == [("l0", 2), ("l1", 4), ("l2", 8)]
     assert axis_link(cluster, Mesh.parse("pp=2 dp=4 tp=8"), "dp").level == "l1"
 
 

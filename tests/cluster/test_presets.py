@@ -5,11 +5,13 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster, Device, Level, known_kinds, parse_cluster, preset_device
+from autopar.cluster import Cluster, Device, Level, axis_link, cluster_schema, known_kinds, parse_cluster, preset_device
 from autopar.errors import PlanError
+from autopar.mesh import Mesh
 
 
 def test_cpu_preset_is_fixed():
@@ -58,7 +60,7 @@ def test_data_sheet_figures():
 def test_each_figure_has_a_source(kind):
     device = preset_device(kind)
     figures = {field.name for field in dataclasses.fields(Device)} - {"kind", "sources"}
-    given = figures if kind != "cpu" else figures - {"matmul_efficiency", "memory_efficiency"}
+    given = {name for name in figures if getattr(device, name) not in (1.0, {})}
     assert given <= set(device.sources)
     assert all(" " in source for source in device.sources.values()), "a source key that the table lacks"
     assert all(level.source for level in parse_cluster(f"2x1x{kind}").levels)
@@ -71,8 +73,10 @@ def test_dtypes():
 
 
 @pytest.mark.parametrize("text", ["2xcpu", "16x8xh100", "64x4xgb200"])
-def test_json_round_trip(text):
+@pytest.mark.parametrize("curves", [{}, {"float32": ((1e6, 0.25), (1e9, 0.75))}])
+def test_json_round_trip(text, curves):
     cluster = parse_cluster(text)
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, efficiency_curves=curves))
     again = Cluster.from_json(cluster.to_json())
     assert again == cluster
     assert hash(again) == hash(cluster)
@@ -115,6 +119,7 @@ def test_bad_text(text, message):
 
 
 GOOD = json.loads(parse_cluster("2x8xh100").to_json())
+PLAIN = json.loads(parse_cluster("2x2xcpu").to_json())["levels"][0]
 
 
 @pytest.mark.parametrize(
@@ -141,11 +146,25 @@ GOOD = json.loads(parse_cluster("2x8xh100").to_json())
         ({"levels": [{**GOOD["levels"][0], "size": 0}]}, "level 'network': size is 0; expected at least 1"),
         ({"levels": [{**GOOD["levels"][0], "size": 2.5}]}, "field 'levels.0.size': input should be a valid integer"),
         ({"levels": [{**GOOD["levels"][0], "bytes_per_s": 0}]}, "bytes_per_s is 0.0; expected a positive number"),
-        ({"levels": [{**GOOD["levels"][0], "latency_s": -1}]}, "latency_s is -1.0; expected at least 0"),
-        ({"levels": [{**GOOD["levels"][0], "base_s": -1}]}, "base_s is -1.0; expected at least 0"),
+        ({"levels": [{**PLAIN, "latency_s": -1}]}, "latency_s is -1.0; expected at least 0"),
+        ({"levels": [{**PLAIN, "base_s": -1}]}, "base_s is -1.0; expected at least 0"),
         ({"levels": [{**GOOD["levels"][0], "efficiency": 0}]}, "efficiency is 0.0; expected a number above 0"),
         ({"levels": [{**GOOD["levels"][0], "speed": 1}]}, "unknown field 'levels.0.speed'"),
-        ({"levels": [{"name": "a", "size": 2}]}, "field 'levels.0.bytes_per_s' is missing (and 1 more)"),
+        ({"levels": [{"name": "a", "size": 2}]}, "field 'levels.0.bytes_per_s' is missing"),
+        (
+            {"levels": [{"name": "a", "size": 2, "bytes_per_s": 1e9}]},
+            "level 'a': latency_s is missing; expected the seconds of a hop, or nccl",
+        ),
+        (
+            {"levels": [{**GOOD["levels"][0], "latency_s": 1e-6}]},
+            "level 'network': nccl is 'network'; expected no latency_s and base_s beside it",
+        ),
+        ({"levels": [{**GOOD["levels"][0], "nccl": "wire"}]}, "field 'levels.0.nccl': input should be '', 'nvlink'"),
+        (
+            {"levels": [{**GOOD["levels"][0], "bytes_per_s": [1e9, 2e9, 3e9]}]},
+            "level 'network': bytes_per_s is 3 figures; expected one, or 2",
+        ),
+        ({"levels": [{**GOOD["levels"][0], "switch_bytes_per_s": -1}]}, "switch_bytes_per_s is -1.0; expected at"),
         ({"levels": [GOOD["levels"][0]] * 2}, "levels is ['network', 'network']; expected distinct names"),
     ],
 )
@@ -171,3 +190,60 @@ def test_nothing_heavy_is_imported():
     imports = "import sys, autopar.cluster, autopar.plans, autopar.program.schedule"
     code = f"{imports}; print({{'torch', 'pydantic'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_the_file_in_the_readme(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (text,) = re.findall(r"```json\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "mine.json").write_text(text)
+    cluster = parse_cluster(str(tmp_path / "mine.json"))
+    assert cluster.levels_text == "spine=4 rail=2 nvlink=8"
+    assert axis_link(cluster, Mesh.parse("dp=8 tp=8"), "dp").bytes_per_s == 12.5e9  # 8 groups share the spine's ports
+
+
+# -- the schema ------------------------------------------------------------------------------------------------------
+def test_the_schema_says_what_each_field_means():
+    schema = cluster_schema()
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["required"] == ["name", "device", "levels"] and schema["additionalProperties"] is False
+    assert {"a100", "h100", "cpu"} <= set(schema["properties"]["device"]["anyOf"][1]["enum"])
+    for cls in (Device, Level):
+        described = schema["$defs"][cls.__name__]["properties"]
+        assert set(described) == {field.name for field in dataclasses.fields(cls)}
+        assert all(field.get("description") for field in described.values())
+
+
+def conforms(value, schema, root):
+    """Whether `value` is what `schema` describes: as much of JSON Schema as ours uses."""
+    if "$ref" in schema:
+        return conforms(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        return any(conforms(value, one, root) for one in schema["anyOf"])
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    match schema["type"]:
+        case "object":
+            known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+            return isinstance(value, dict) and all(
+                conforms(entry, known[name], root) if name in known else others and conforms(entry, others, root)
+                for name, entry in value.items()
+            ) and set(schema.get("required", ())) <= set(value)  # fmt: skip
+        case "array":
+            if not isinstance(value, list) or ("minItems" in schema and len(value) != schema["minItems"]):
+                return False
+            items = schema.get("prefixItems") or [schema["items"]] * len(value)
+            return all(conforms(entry, item, root) for entry, item in zip(value, items, strict=True))
+        case kind:
+            types = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None)}
+            return isinstance(value, types[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+@pytest.mark.parametrize("text", ["2x8xh100", "2xcpu", "8xa100"])
+def test_clusters_conform_to_the_schema(text):
+    schema, cluster = cluster_schema(), json.loads(parse_cluster(text).to_json())
+    assert conforms(cluster, schema, schema)
+    assert conforms({**cluster, "device": "h100"}, schema, schema)
+    level = cluster["levels"][0]
+    assert conforms({**cluster, "levels": [{**level, "bytes_per_s": [1e9, 2e9]}]}, schema, schema)
+    for wrong in ({"device": "h10"}, {"levels": [{**level, "nccl": "wire"}]}, {"extra": 1}, {"levels": [{"size": 2}]}):
+        assert not conforms({**cluster, **wrong}, schema, schema)

@@ -39,8 +39,8 @@ class Layers(nn.Module):
 def built(count: int, mesh: str = "pp=1 dp=2 tp=2"):
     step = TrainStep(Layers(count), torch.randn(8, 16, 64))
     trials = trials_of(step, "4xcpu")
-    graph = trials.skeletons.graph(Cut.single(trials.skeletons.units))
-    return build_problem(graph, trials.setting(graph, Mesh.parse(mesh)))
+    cut = Cut.single(trials.skeletons.units)
+    return build_problem(trials.skeletons.graph(cut), trials.setting(cut, Mesh.parse(mesh)))
 
 
 def trials_of(step: TrainStep, cluster: str, pins: str = "") -> Trials:
@@ -86,8 +86,8 @@ def test_a_node_more_in_one_layer_shifts_no_other():
     two all-to-alls around a relay of the first layer, which decided as another relay of the others)."""
     step = step_of("llama, 3 layers")
     trials = trials_of(step, "2xcpu", "tp=2")
-    graph = trials.skeletons.graph(Cut.single(trials.skeletons.units))
-    problem = build_problem(graph, trials.setting(graph, Mesh.parse("pp=1 dp=1 tp=2")))
+    cut = Cut.single(trials.skeletons.units)
+    problem = build_problem(trials.skeletons.graph(cut), trials.setting(cut, Mesh.parse("pp=1 dp=1 tp=2")))
     solution = solve_shared(problem, replace(problem.problem, limits=(), nodes=without_memory(problem)), gap=0.0)
     assert improvements(problem.problem, solution.choice) == []
 
@@ -130,7 +130,7 @@ def test_alike_nodes_share_what_each_would_have(pins, mesh, recompute):
     units = trials.skeletons.units
     cut = Cut.single(units) if mesh.num_stages == 1 else Cut.from_boundaries(units, [0, len(units) // 2])
     graph = trials.skeletons.graph(cut)
-    setting = replace(trials.setting(graph, mesh), recompute=recompute)
+    setting = replace(trials.setting(cut, mesh), recompute=recompute)
     shared = build_problem(graph, setting)
     alone = build_problem(graph, replace(setting, alike=lambda node, rule: node))
     assert shared.strategies == alone.strategies

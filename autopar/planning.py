@@ -147,7 +147,7 @@ class _Search:
         require_wanted(graph, self.pins.recompute)
         self.pins.check(("pp", "dp", "tp"), _modules((*_paths(graph), *trials.step.parameter_names)))
         for mesh in self._meshes(trials):
-            self._push(_Open(mesh, self.counts[0], trials.least_s(mesh)))
+            self._push(_Open(mesh, self.counts[0], trials.bounds.least_s(mesh)))
         while self.queue:
             _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
@@ -171,7 +171,7 @@ class _Search:
     def _bound(self, each: _Open) -> None:
         """A bound by its layers; with it comes the same mesh at the next number of microbatches."""
         self.progress(f"bounding {each.mesh}, {each.count} microbatches")
-        each.bound, each.is_bounded = max(each.bound, self._trials(each.count).layer_s(each.mesh)), True
+        each.bound, each.is_bounded = max(each.bound, self._trials(each.count).bounds.layer_s(each.mesh)), True
         self._push(each)
         following = next((count for count in self.counts if count > each.count), None)
         if following is not None:
@@ -200,7 +200,7 @@ class _Search:
         size = batch_size(self.step.batch_tensors())
         powers = [1 << i for i in range(size.bit_length()) if size % (1 << i) == 0]
         # half of the memory for activations, of which each device has an equal part: without that, only recompute helps
-        held = self._trials(powers[0]).kept_bytes() / self.cluster.num_devices
+        held = self._trials(powers[0]).bounds.kept_bytes() / self.cluster.num_devices
         least = next((count for count in powers if held / count <= self.capacity / 2), powers[-1])
         return [count for count in powers if least <= count <= MOST_TIMES * least]
 

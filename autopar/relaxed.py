@@ -6,12 +6,13 @@ relaxed.layers(units)           # what each unit costs and holds, kept or comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from autopar.capture.runs import Repeats
+from autopar.layers import homes_of
 from autopar.mesh import Mesh
 from autopar.rules.nodes import is_view, op_name
 from autopar.solve.build import BuiltProblem, Setting, left_layout
@@ -106,13 +107,13 @@ def fill(mesh: Mesh, microbatches: int) -> float:
     return 1 + (microbatches - 1) / mesh.num_stages
 
 
-def units_of_nodes(nodes: Iterable[Node], units: tuple[str, ...]) -> dict[Node, int]:
-    """The unit of each node's module; nodes of no unit belong with the node before them."""
-    where = {unit: i for i, unit in enumerate(units)}
+def units_of_nodes(nodes: Sequence[Node], units: tuple[str, ...]) -> dict[Node, int]:
+    """The unit of each node: that of its layer or module; nodes of no unit belong with the node before them."""
+    where, homes = {unit: i for i, unit in enumerate(units)}, homes_of(nodes[0].graph) if nodes else {}
     found: dict[Node, int] = {}
     unit = 0
     for node in nodes:
-        unit = _unit_index(node, where, unit)
+        unit = where.get(homes[node], _unit_index(node, where, unit))
         found[node] = unit
     return found
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch.fx import Node
-
-from autopar import markers
+from autopar.bounds import BOUND_GAP, BOUND_TIME_S, Bounds, in_flight_of
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
@@ -26,35 +24,25 @@ from autopar.counting import Counts, Growth, count, places
 from autopar.fitting import GAP, Fitting
 from autopar.joint import StepGraph
 from autopar.key_globs import forward_globs
-from autopar.layers import Cut, homes_of
+from autopar.layers import Cut
 from autopar.mesh import Mesh
 from autopar.pins import Pins
 from autopar.program.parts import Pipeline
-from autopar.program.storages import nbytes
-from autopar.relaxed import Relaxed, fill, units_of_nodes
+from autopar.relaxed import Relaxed, fill
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
-from autopar.rules.nodes import is_view
 from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
-from autopar.solve.build import BuiltProblem, Setting, Strategy, build_part, build_problem
-from autopar.solve.costs import least_seconds
+from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
-from autopar.solve.search import TIME_LIMIT_S, solve
+from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_shared
-from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
+from autopar.solve.stages import CutProblem, cut_layers
 from autopar.staging import Staged
-
-BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
-"""Effort for the bound of a pipelined mesh."""
-
 
 PRICES = (0.1, 0.4, 1.6)
 """Of memory, where it binds: the part of the step's time that all of a device's memory is worth."""
-
-ONCE = (Term(1.0, (0,)),)
-"""The objective of one microbatch."""
 
 
 @dataclass(slots=True)
@@ -114,102 +102,26 @@ class Trials:
     capacity: float
     guesses: dict[Mesh, _Guess] = field(default_factory=dict)
     """Of the meshes that were relaxed."""
-    times: dict[Node, int] = field(default_factory=dict)
-    homes: dict[Node, str] = field(default_factory=dict)
-    shares: dict[int, dict[str, float]] = field(default_factory=dict)
-    once: dict[int, float] = field(default_factory=dict)
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
+    _bounds: Bounds | None = None
 
     @property
     def microbatches(self) -> int:
         return self.step.microbatches
 
-    def kept_bytes(self) -> float:
-        """What the forward of one microbatch leaves to its backward, on all devices together."""
-        return float(
-            sum(
-                nbytes(node.meta["val"]) * times
-                for node, times in self._times().items()
-                if is_forward(node) and not is_view(node) and node.target is not markers.relay
-                if any(user.meta.get("phase") == "backward" for user in node.users)
-            )
-        )
-
-    # -- bounds ------------------------------------------------------------------------------------------------
-    def least_s(self, mesh: Mesh) -> float:
-        """What the ops alone take in a mesh's pipeline, the ranks of a stage sharing each of them equally."""
-        return self._cut_bound(mesh, self._shares_of(_ranks(mesh)))
-
-    def layer_s(self, mesh: Mesh) -> float:
-        """The same where the layers of a run take what the forward of one, and its backward, each by itself, take at
-        least in their best layouts, communication included."""
-        setting, ranks = self._relaxed_setting(mesh), _ranks(mesh)
-        least = self._shares_of(ranks)
-        for units, parts in self._layers():
-            problems = (replace(build_part(self.whole, setting, part), objective=ONCE) for part in parts)
-            best = sum(solve(problem, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S).bound for problem in problems)
-            seconds = best / self._times()[next(iter(parts[0]))]
-            least = {unit: max(own, seconds) if unit in units else own for unit, own in least.items()}
-        return self._cut_bound(mesh, least)
-
-    def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
-        """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
-        layers = tuple(Layer((Point(unit_s[unit]),)) for unit in self.skeletons.units)
-        stages, count = mesh.num_stages, self.microbatches
-        found = cut_layers(CutProblem(layers, stages, count, math.inf, _in_flight(stages, count)))
-        assert found is not None
-        return found.objective + self._once_s(_ranks(mesh)) / stages
-
-    def _shares_of(self, ranks: int) -> dict[str, float]:
-        """Seconds of a microbatch for each unit, so many ranks sharing each op equally."""
-        if ranks not in self.shares:
-            traced = self.whole.cut.units
-            own = dict.fromkeys(traced, 0.0)
-            for node, unit in units_of_nodes(self._ops("microbatch"), traced).items():
-                own[traced[unit]] += least_seconds({node: 1}, ranks, self._compute_s)
-            self.shares[ranks] = {unit: own[like] for unit, like in self.whole.repeats.spread(traced)}
-        return self.shares[ranks]
-
-    def _once_s(self, ranks: int) -> float:
-        """Seconds of what runs once a step, on all stages together."""
-        if ranks not in self.once:
-            times = self._times()
-            ops = {node: times[node] for node in self._ops("step")}
-            self.once[ranks] = least_seconds(ops, ranks, self._compute_s)
-        return self.once[ranks]
-
-    def _ops(self, level: str) -> list[Node]:
-        return [node for node in self.whole.graph.nodes if node.op == "call_function" and node.meta["level"] == level]
-
-    def _layers(self) -> Iterator[tuple[set[str], list[list[Node]]]]:
-        """Of each layer that stands for several: the units that are like it, and its forward and its backward."""
-        times = self._times()
-        for run in self.skeletons.folded.runs:
-            for offset in range(run.period):
-                units = {run.block(number, offset) for number in range(1, run.count - 1)}
-                nodes = [n for n in self._ops("microbatch") if times[n] > 1 and self._homes()[n] in units]
-                phases = ("forward", "backward")
-                parts = [[n for n in nodes if n.meta["phase"] == phase] for phase in phases]
-                if nodes:
-                    yield units, [part for part in parts if part]
-
-    def _times(self) -> dict[Node, int]:
-        """In how many layers each node of the one-stage graph runs."""
-        if not self.times:
-            repeats = self.whole.repeats
-            self.times.update((node, repeats.times(home)) for node, home in self._homes().items())
-        return self.times
-
-    def _homes(self) -> dict[Node, str]:
-        if not self.homes:
-            self.homes.update(homes_of(self.whole.graph))
-        return self.homes
+    @property
+    def bounds(self) -> Bounds:
+        """What no plan beats, before a mesh's problem is built."""
+        if self._bounds is None:
+            units, runs = self.skeletons.units, self.skeletons.folded.runs
+            self._bounds = Bounds(self.whole, units, runs, self.microbatches, self._compute_s, self._alone)
+        return self._bounds
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
         step = self.whole
-        setting = self._relaxed_setting(mesh)
+        setting = self._alone(mesh)
         built = build_problem(step, setting)
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         is_only_a_bound = mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
@@ -220,7 +132,8 @@ class Trials:
     def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
         return Term(fill(mesh, self.microbatches), (0,)), Term(1 / mesh.num_stages, (1,))
 
-    def _relaxed_setting(self, mesh: Mesh) -> Setting:
+    def _alone(self, mesh: Mesh) -> Setting:
+        """The setting of one stage without its pipeline."""
         return replace(self.setting(Cut.single(self.skeletons.units), mesh), mesh=mesh.spmd)
 
     def guess_s(self, mesh: Mesh, relaxed: Relaxed) -> float:
@@ -395,7 +308,7 @@ class Trials:
         if not relaxed.solution.choice:
             return _Guess(Cut.single(units), math.inf, False, relaxed)
         layers = relaxed.layers(units, self.may_recompute)
-        problem = CutProblem(layers, stages, count, self.capacity, _in_flight(stages, count))
+        problem = CutProblem(layers, stages, count, self.capacity, in_flight_of(stages, count))
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))
@@ -410,7 +323,7 @@ class Trials:
         step, likeness = self.skeletons.graph(cut), self.skeletons.likeness(cut)
         price, allowed = prices(self.cluster, mesh), bind_pins(self.pins, step.graph, mesh)
         stages, count = mesh.num_stages, self.microbatches
-        in_flight = _in_flight(stages, count)
+        in_flight = in_flight_of(stages, count)
         return Setting(
             mesh=mesh.with_stages(len(likeness.kept)),
             microbatches=count,
@@ -427,13 +340,3 @@ class Trials:
 
     def _compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         return compute_s(self.cluster.device, flops, num_bytes, dtype)
-
-
-def _in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
-    """Microbatches whose activations each stage holds at once under 1F1B."""
-    return tuple(min(stages - stage, microbatches) for stage in range(stages))
-
-
-def _ranks(mesh: Mesh) -> int:
-    """The ranks of a stage."""
-    return math.prod(size for _, size in mesh.spmd.axes)

@@ -95,8 +95,8 @@ def solve(
 
     `time_limit_s` bounds CP-SAT's deterministic time (about a second each), so that the answer doesn't depend on the
     machine's load; much more wall time (`PATIENCE_S`) is a safety net. `hint` is a choice to start from; `cutoff` ends
-    the search once nothing can cost less. The status is "optimal" when the gap is met, "feasible" when the limit (or the
-    cutoff) came first, "infeasible" when nothing fits (proven), and "unknown" when that came before any choice.
+    the search once nothing can cost less. The status is "optimal" when the gap is met, "feasible" when the limit (or
+    the cutoff) came first, "infeasible" when nothing fits (proven), and "unknown" when that came before any choice.
     """
     check(problem)
     begin = time.monotonic()

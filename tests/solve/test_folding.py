@@ -18,14 +18,18 @@ from autopar.capture.folding import Folded
 from autopar.capture.graphs import graph_hash, op_name
 from autopar.capture.runs import Repeats, equal_runs
 from autopar.capture.step import TrainStep
+from autopar.cluster import parse_cluster
 from autopar.compiling import annotated, compile
 from autopar.errors import LayersDifferError
 from autopar.joint import StepGraph
 from autopar.layers import Cut, homes_of, units_of
 from autopar.mesh import Mesh
+from autopar.pins import parse_pins
 from autopar.planning import plan
+from autopar.skeletons import Skeletons
 from autopar.solve.build import BuiltProblem, build_problem
 from autopar.solve.problem import evaluate
+from autopar.trials import Trials
 from tests.solve.test_recompute import setting_of
 from tests.virtual.step_models import GPT, token_batch
 
@@ -264,3 +268,64 @@ def test_layers_that_only_seem_equal_are_found_out_when_compiled() -> None:
         compile(step, made)
     again = plan(step, "2xcpu", pin="dp=2")
     assert compile(step, again).verify(num_steps=1).ok
+
+
+# -- stages that stand for several -----------------------------------------------------------------------------------
+class Chain(nn.Module):
+    def __init__(self, width: int = 8, layers: int = 10) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def chain_step(model: nn.Module, is_folded: bool, width: int = 8) -> TrainStep:
+    step = TrainStep(model, torch.randn(16, width), microbatches=8, clip_norm=1.0)
+    if not is_folded:
+        step.capture()
+    assert bool(step.fold().runs) == is_folded
+    return step
+
+
+def test_few_stages_stand_for_many() -> None:
+    """Cut, choices, bytes by class and seconds are those of a plan that looked at every stage; and it compiles."""
+    torch.manual_seed(0)
+    model = Chain()
+    whole = chain_step(model, is_folded=False)
+    small, large = (plan(s, "10xcpu", pin="pp=5, tp=2") for s in (chain_step(model, is_folded=True), whole))
+    assert small.node_stage == large.node_stage
+    assert small.choices == large.choices and small.recomputed == large.recomputed
+    assert small.estimate.memory == large.estimate.memory
+    assert small.estimate.bubble_fraction == pytest.approx(large.estimate.bubble_fraction)
+    # but for the scalars of the gradient norm, which every stage sends to every other
+    assert small.estimate.step_s["microbatches"] == pytest.approx(large.estimate.step_s["microbatches"])
+    assert small.estimate.objective_s == pytest.approx(large.estimate.objective_s, rel=0.1)
+    assert compile(whole, small).verify(num_steps=1).ok
+
+
+def skeletons_of(step: TrainStep) -> Skeletons:
+    return Skeletons(step.fold(), step.microbatches, {})
+
+
+def test_stages_are_alike_by_their_layers_and_where_values_pass_from_neighbour_to_neighbour() -> None:
+    skeletons = skeletons_of(chain_step(Chain(layers=16), is_folded=True))
+    cut = Cut.from_boundaries(skeletons.units, [0, 2, 5, 8, 10, 13])
+    found = skeletons.likeness(cut)
+    assert found.kept == (0, 1, 3, 5)  # the first, three layers, two layers, the last
+    assert found.like == (0, 1, 1, 2, 1, 3)
+    assert found.times == (1, 3, 1, 1)
+    skipping = skeletons_of(folded_step("loop"))  # all of its blocks read what the first layer gives
+    assert skipping.likeness(Cut.from_boundaries(skipping.units, [0, 3, 5, 7, 9])).kept == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("pins", ["tp=4", "pp=2, dp=2", "pp=4"])
+def test_no_plan_beats_the_bounds_of_its_layers(pins: str) -> None:
+    step = chain_step(Chain(width=64), is_folded=True, width=64)
+    trials = Trials(step, skeletons_of(step), parse_cluster("4xcpu"), parse_pins(pins), 1e9)
+    made = plan(step, "4xcpu", pin=pins)
+    assert trials.bounds.least_s(made.mesh) <= trials.bounds.layer_s(made.mesh) * (1 + 1e-9)
+    assert trials.bounds.layer_s(made.mesh) <= made.estimate.objective_s * (1 + 1e-9)
+    assert trials.bounds.layer_s(made.mesh) >= 0.3 * made.estimate.objective_s  # it says something

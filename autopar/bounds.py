@@ -1,0 +1,145 @@
+"""What a step takes at least on a mesh, before the mesh's problem is built; no plan of the mesh beats it.
+
+    bounds.least_s(mesh)            # seconds, by the share of each op that falls to a rank
+    bounds.layer_s(mesh)            # by what a layer takes in its best layouts, communication included
+
+A pipeline can't be cut within a unit, so what units take at least is put on stages in the best way: the slowest stage
+sets the pace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from autopar import markers
+from autopar.capture.runs import Run
+from autopar.joint import StepGraph
+from autopar.layers import homes_of
+from autopar.mesh import Mesh
+from autopar.program.storages import nbytes
+from autopar.relaxed import units_of_nodes
+from autopar.rules.nodes import is_view
+from autopar.solve.build import Setting, build_part
+from autopar.solve.costs import Compute, least_seconds
+from autopar.solve.modes import is_forward
+from autopar.solve.problem import Term
+from autopar.solve.search import solve
+from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
+
+BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
+"""Effort for a bound."""
+
+ONE_MICROBATCH = (Term(1.0, (0,)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a step whose microbatches are settled."""
+
+    whole: StepGraph
+    """Of one stage, with few layers that stand for the others."""
+    units: tuple[str, ...]
+    """All units of the model."""
+    runs: tuple[Run, ...]
+    microbatches: int
+    compute: Compute
+    alone: Callable[[Mesh], Setting]
+    """What a stage of a mesh is priced for, without the pipeline around it."""
+    times: dict[Node, int] = field(default_factory=dict)
+    homes: dict[Node, str] = field(default_factory=dict)
+    shares: dict[int, dict[str, float]] = field(default_factory=dict)
+    once: dict[int, float] = field(default_factory=dict)
+
+    def least_s(self, mesh: Mesh) -> float:
+        """What the ops alone take in a mesh's pipeline, the ranks of a stage sharing each of them equally."""
+        return self._cut_bound(mesh, self._shares_of(_ranks(mesh)))
+
+    def layer_s(self, mesh: Mesh) -> float:
+        """The same where the layers of a run take what the forward of one, and its backward, each by itself, take at
+        least in their best layouts, communication included."""
+        setting, ranks = self.alone(mesh), _ranks(mesh)
+        least = self._shares_of(ranks)
+        for units, parts in self._layers():
+            problems = (replace(build_part(self.whole, setting, part), objective=ONE_MICROBATCH) for part in parts)
+            best = sum(solve(problem, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S).bound for problem in problems)
+            seconds = best / self._times()[next(iter(parts[0]))]
+            least = {unit: max(own, seconds) if unit in units else own for unit, own in least.items()}
+        return self._cut_bound(mesh, least)
+
+    def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
+        """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
+        layers = tuple(Layer((Point(unit_s[unit]),)) for unit in self.units)
+        stages, count = mesh.num_stages, self.microbatches
+        found = cut_layers(CutProblem(layers, stages, count, math.inf, in_flight_of(stages, count)))
+        assert found is not None
+        return found.objective + self._once_s(_ranks(mesh)) / stages
+
+    def _shares_of(self, ranks: int) -> dict[str, float]:
+        """Seconds of a microbatch for each unit, so many ranks sharing each op equally."""
+        if ranks not in self.shares:
+            traced = self.whole.cut.units
+            own = dict.fromkeys(traced, 0.0)
+            for node, unit in units_of_nodes(self._ops("microbatch"), traced).items():
+                own[traced[unit]] += least_seconds({node: 1}, ranks, self.compute)
+            self.shares[ranks] = {unit: own[like] for unit, like in self.whole.repeats.spread(traced)}
+        return self.shares[ranks]
+
+    def _once_s(self, ranks: int) -> float:
+        """Seconds of what runs once a step, on all stages together."""
+        if ranks not in self.once:
+            times = self._times()
+            ops = {node: times[node] for node in self._ops("step")}
+            self.once[ranks] = least_seconds(ops, ranks, self.compute)
+        return self.once[ranks]
+
+    def _ops(self, level: str) -> list[Node]:
+        return [node for node in self.whole.graph.nodes if node.op == "call_function" and node.meta["level"] == level]
+
+    def _layers(self) -> Iterator[tuple[set[str], list[list[Node]]]]:
+        """Of each layer that stands for several: the units that are like it, and its forward and its backward."""
+        times = self._times()
+        for run in self.runs:
+            for offset in range(run.period):
+                units = {run.block(number, offset) for number in range(1, run.count - 1)}
+                nodes = [n for n in self._ops("microbatch") if times[n] > 1 and self._homes()[n] in units]
+                phases = ("forward", "backward")
+                parts = [[n for n in nodes if n.meta["phase"] == phase] for phase in phases]
+                if nodes:
+                    yield units, [part for part in parts if part]
+
+    def _times(self) -> dict[Node, int]:
+        """In how many layers each node of the one-stage graph runs."""
+        if not self.times:
+            repeats = self.whole.repeats
+            self.times.update((node, repeats.times(home)) for node, home in self._homes().items())
+        return self.times
+
+    def _homes(self) -> dict[Node, str]:
+        if not self.homes:
+            self.homes.update(homes_of(self.whole.graph))
+        return self.homes
+
+    def kept_bytes(self) -> float:
+        """What the forward of one microbatch leaves to its backward, on all devices together."""
+        return float(
+            sum(
+                nbytes(node.meta["val"]) * times
+                for node, times in self._times().items()
+                if is_forward(node) and not is_view(node) and node.target is not markers.relay
+                if any(user.meta.get("phase") == "backward" for user in node.users)
+            )
+        )
+
+
+def in_flight_of(stages: int, microbatches: int) -> tuple[int, ...]:
+    """Microbatches whose activations each stage holds at once under 1F1B."""
+    return tuple(min(stages - stage, microbatches) for stage in range(stages))
+
+
+def _ranks(mesh: Mesh) -> int:
+    """The ranks of a stage."""
+    return math.prod(size for _, size in mesh.spmd.axes)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
     from autopar.compiling import compile
     from autopar.decorator import parallelize
+    from autopar.explaining import explain
     from autopar.layout import Layout
     from autopar.mesh import Mesh
     from autopar.pins import Pins
@@ -45,6 +46,7 @@ __all__ = [
     "TrainStep",
     "VerificationError",
     "compile",
+    "explain",
     "parallelize",
     "plan",
     "profile",
@@ -61,6 +63,7 @@ _HOMES = {
     "Plan": "autopar.plans",
     "TrainStep": "autopar.capture",
     "compile": "autopar.compiling",
+    "explain": "autopar.explaining",
     "parallelize": "autopar.decorator",
     "plan": "autopar.planning",
     "profile": "autopar.profiling",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autopar import __version__
-from autopar.errors import Error, PlanError, VerificationError
+from autopar.errors import Error, InfeasibleError, PlanError, VerificationError
 
 if TYPE_CHECKING:
     from autopar.capture import ForwardStep, TrainStep
@@ -82,23 +83,29 @@ class _Count(click.ParamType):  # type: ignore[type-arg]
         return value if value == "auto" else click.IntRange(1).convert(value, param, ctx)
 
 
-def _step_options(command: Command) -> Command:
-    """MODEL, and what the command line says about the step, the cluster and the search."""
-    for option in reversed(
-        (
-            click.argument("model"),
-            click.option("--cluster", "-c", required=True, help="2xcpu, 8xh100, 16x8xh100, auto, or a cluster file."),
-            click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
-            click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
-            click.option("--microbatches", type=_Count(), help="Microbatches of one step; auto: what is fastest."),
-            click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
-            click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
-            click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
-            click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
-        )
-    ):
-        command = option(command)
-    return command
+_STEP_OPTIONS = (
+    click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
+    click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
+    click.option("--microbatches", type=_Count(), help="Microbatches of one step; auto: what is fastest."),
+    click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
+    click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
+)
+"""What the command line says about the step."""
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+_step_options = _options(
+    click.argument("model"),
+    click.option("--cluster", "-c", required=True, help="2xcpu, 8xh100, 16x8xh100, auto, or a cluster file."),
+    *_STEP_OPTIONS,
+    click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
+    click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
+)
+"""MODEL, and what the command line says about the step, the cluster and the search."""
 
 
 class _InOrder(click.Group):
@@ -124,7 +131,8 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
     from autopar import show
 
     request = _request(**options)
-    found = _plan(request, _load(request))
+    with _certified(as_json):
+        found = _plan(request, _load(request))
     if output:
         found.save(output)
     if as_json:
@@ -133,18 +141,27 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
         show.print_tables(show.summary(found))
 
 
-@autopar.command(help="Show a plan, or its choices at a MODULE or NODE.")
+@autopar.command(
+    help="Show a plan, or its choices at a MODULE or NODE.\n\n"
+    "With --model, what each other choice there would have cost, and why it lost."
+)
 @click.argument("plan_file", metavar="PLAN")
 @click.argument("target", metavar="[MODULE or NODE]", required=False)
+@click.option("--model", help="The MODEL that the plan is of; a plan is data, and never loads code by itself.")
+@_options(*_STEP_OPTIONS)
 @_json
-def explain(plan_file: str, target: str | None, as_json: bool) -> None:
-    """A plan file → text."""
+def explain(plan_file: str, target: str | None, model: str | None, as_json: bool, **options: Any) -> None:
+    """A plan file (and its MODEL) → text."""
     from autopar import show
     from autopar.plans import Plan
 
     read = Plan.load(plan_file)
+    if model and not target:
+        raise PlanError("--model: of which part? Name a module (a path or a glob) or a node after the plan")
     if as_json and target is None:
         _print_json(read.json_report())
+    elif model and target:
+        _print_tables(_alternatives(read, target, model, **options), as_json)
     else:
         _print_tables(show.explain(read, target) if target else show.summary(read), as_json)
 
@@ -155,10 +172,10 @@ def explain(plan_file: str, target: str | None, as_json: bool) -> None:
 @_json
 def diff(before: str, after: str, as_json: bool) -> None:
     """Two plan files → their differences."""
-    from autopar import show
+    from autopar import differing
     from autopar.plans import Plan
 
-    tables = show.difference(Plan.load(before), Plan.load(after))
+    tables = differing.difference(Plan.load(before), Plan.load(after))
     if not as_json and not any(table.rows for table in tables):
         click.echo("the plans are equal")
     _print_tables(tables, as_json)
@@ -369,6 +386,16 @@ def _plan(request: Request, step: TrainStep | ForwardStep) -> Plan:
         return planning.plan(step, request.cluster, pin=request.pins, memory=request.memory, progress=tell)
 
 
+def _alternatives(plan: Plan, target: str, model: str, **options: Any) -> list[Table]:
+    from autopar import explaining
+    from autopar.models import StepOptions, load_step
+
+    with _progress("loading the model"):
+        step = load_step(model, StepOptions(**options))
+    with _progress("pricing alternatives") as tell:
+        return explaining.explain(step, plan, target, progress=tell).tables()
+
+
 def _program(request: Request) -> Program:
     from autopar import compiling
 
@@ -376,6 +403,17 @@ def _program(request: Request) -> Program:
     plan = request.plan or _plan(request, step)
     with _progress("compiling"):
         return compiling.compile(step, plan)
+
+
+@contextlib.contextmanager
+def _certified(as_json: bool) -> Iterator[None]:
+    """With `--json`, what there is to say of a step that nothing fits goes to stdout as data, too."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if as_json and error.certificate is not None:
+            _print_json({"status": "infeasible", **error.certificate.to_dict()})
+        raise
 
 
 # -- output ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from autopar.capture.step import ForwardStep
 from autopar.cluster import candidate_meshes, distinct_meshes, parse_cluster
 from autopar.cluster.cluster import Cluster
 from autopar.compiling import valid_for
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
 from autopar.mesh import Mesh
 from autopar.pins import Pins, matches_module, parse_pins
@@ -76,7 +76,7 @@ def plan(
     return _as_plan(search, found, time.perf_counter() - started - search.captured_s)
 
 
-def _as_pinned(folded: Folded, pins: Pins) -> Folded:
+def as_pinned(folded: Folded, pins: Pins) -> Folded:
     """The step with all of its layers where a pin tells some apart that are folded."""
     globs = [pin.glob for pin in pins.modules]
     globs += [pins.recompute] if pins.recompute not in (None, "none", "full") else []
@@ -161,7 +161,9 @@ class _Search:
             else:
                 self._plan(each, each.relaxed)
         if self.best is None:
-            raise InfeasibleError(self._shortage())
+            from autopar.certificate import infeasible
+
+            raise infeasible(self.trials.values(), self.progress)
         return self.best
 
     # -- a closer look -----------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class _Search:
         if count not in self.trials:
             started = time.perf_counter()
             step = self.step.with_microbatches(count)
-            folded = _as_pinned(step.fold(), self.pins)
+            folded = as_pinned(step.fold(), self.pins)
             for graph in folded.captured.graphs:
                 check_rules(graph)
             self.rules = find_rules(folded.captured.graphs, self.progress)
@@ -265,19 +267,6 @@ class _Search:
 
     def _note(self, mesh: Mesh, count: int, step_s: float | None, peak: int | None, status: str, reason: str) -> None:
         self.candidates.append(Candidate(mesh, count, mesh.num_stages, step_s, peak, status, reason))
-
-    def _shortage(self) -> str:
-        have = format_bytes(self.capacity)
-        shortages = [entry for trials in self.trials.values() for entry in trials.shortages]
-        if not shortages:
-            return f"no plan fits {have} a device on {self.cluster}; use more devices, more microbatches or more memory"
-        _, mesh, smallest = min(shortages, key=lambda entry: entry[0])
-        least = max(smallest().peaks)
-        return (
-            f"no plan fits {have} a device on {self.cluster}: the smallest found (mesh {mesh}) needs "
-            f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more "
-            "microbatches"
-        )
 
 
 def _inherited(each: _Open, count: int) -> float:

@@ -164,6 +164,20 @@ def test_a_given_plan_is_for_its_cluster_and_stands_as_it_is(capsys, model):
     assert "leave them or --plan out" in refused(capsys, *verify, "-c", "2xcpu", "--pin", "dp=2")
 
 
+def test_explain_with_the_model_prices_alternatives(capsys, model):
+    run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--pin", "tp=2", "-o", "plan.json")
+    status, out, err = run(capsys, "explain", "plan.json", "up", "--model", "model.py:step", "--json")
+    assert status == 0, err
+    rows = json.loads(out)["alternatives"]
+    assert {row["why"] == "chosen" for row in rows} == {True, False}
+    status, out, _ = run(capsys, "explain", "plan.json", "up")
+    assert status == 0 and "add --model MODEL" in out
+    assert "nearest limit: stage 0 at " in run(capsys, "explain", "plan.json")[1]
+    assert "of which part?" in refused(capsys, "explain", "plan.json", "--model", "model.py:step")
+    other = ["explain", "plan.json", "up", "--model", "model.py:step", "--batch", "16"]
+    assert "the plan is for another step" in refused(capsys, *other)
+
+
 def test_build_leaves_other_folders_alone(capsys, model):
     assert "is no saved program" in refused(capsys, "build", "model.py:step", "-c", "2xcpu", "-o", ".")
 

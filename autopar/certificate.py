@@ -31,6 +31,7 @@ from autopar.planning import as_pinned
 from autopar.program.allocations import CLASSES
 from autopar.rules.found import find_rules
 from autopar.skeletons import Skeletons
+from autopar.stage_pins import cannot_cut
 from autopar.trials import Found, Trials
 from autopar.units import format_bytes, format_seconds, parse_bytes
 
@@ -221,7 +222,7 @@ class _Relaxing:
         meshes = distinct_meshes(
             trials.cluster, candidate_meshes(trials.cluster, trials.pins.axes), trials.pins.named_axes
         )
-        near = [mesh for mesh in meshes if mesh.num_stages <= len(trials.skeletons.units)]
+        near = [mesh for mesh in meshes if not cannot_cut(trials.pins, trials.skeletons, mesh.num_stages)]
         for mesh in sorted(near, key=lambda mesh: (mesh.num_stages != self.mesh.num_stages, mesh.num_stages)):
             found = None if self._is_late else self._on(mesh, trials)
             if found is not None:

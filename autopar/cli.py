@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_PIN_HELP = "Fix part of the plan: AXIS=N, zero=0..3, microbatches=N, recompute=none|full|GLOB, 'GLOB: AXIS=out'."
+_PIN_HELP = (
+    "Fix part of the plan: AXIS=N, zero=0..3, microbatches=N, recompute=none|full|GLOB, 'GLOB: AXIS=out', "
+    "'GLOB: stage=N'."
+)
 _MODEL_HELP = "MODEL is file.py:factory, a function that returns a TrainStep, or a Hugging Face config.json."
 
 

@@ -36,6 +36,7 @@ from autopar.rules.found import FoundRules, find_rules
 from autopar.rules.table import check_rules
 from autopar.skeletons import Skeletons
 from autopar.solve.build import require_wanted
+from autopar.stage_pins import cannot_cut
 from autopar.trials import Found, Trials
 from autopar.units import format_bytes, parse_bytes
 
@@ -220,17 +221,15 @@ class _Search:
         return self.trials[count]
 
     def _meshes(self, trials: Trials) -> list[Mesh]:
-        units = trials.skeletons.units
-        meshes = candidate_meshes(self.cluster, self.pins.axes)
-        fitting = []
+        meshes, fitting, reason = candidate_meshes(self.cluster, self.pins.axes), [], ""
         for mesh in distinct_meshes(self.cluster, meshes, self.pins.named_axes):
-            if mesh.num_stages <= len(units):
+            reason = cannot_cut(self.pins, trials.skeletons, mesh.num_stages)
+            if not reason:
                 fitting.append(mesh)
                 continue
-            reason = f"{mesh.num_stages} stages, but {len(units)} units to cut between"
             self._note(mesh, trials.microbatches, None, None, "infeasible", reason)
         if not fitting:
-            raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages; the model has as many units")
+            raise PlanError(f"no mesh of {self.cluster} has stages that the model can be cut into: {reason}")
         return fitting
 
     # -- plans -------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S, solve
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
+from autopar.stage_pins import pinned_stages
 from autopar.staging import Staged
 
 BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
@@ -396,6 +397,7 @@ class Trials:
             return _Guess(Cut.single(units), math.inf, False, relaxed)
         layers = relaxed.layers(units, self.may_recompute)
         problem = CutProblem(layers, stages, count, self.capacity, _in_flight(stages, count))
+        problem = replace(problem, pinned=pinned_stages(self.pins, self.skeletons))
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autopar.layout import Layout
     from autopar.mesh import Mesh
     from autopar.pins import Pins
-    from autopar.planning import plan
+    from autopar.planning import best_plans, plan
     from autopar.plans import Plan
     from autopar.profiling import profile
     from autopar.rules.registered import rule
@@ -45,6 +45,7 @@ __all__ = [
     "RuleError",
     "TrainStep",
     "VerificationError",
+    "best_plans",
     "compile",
     "explain",
     "parallelize",
@@ -62,6 +63,7 @@ _HOMES = {
     "Pins": "autopar.pins",
     "Plan": "autopar.plans",
     "TrainStep": "autopar.capture",
+    "best_plans": "autopar.planning",
     "compile": "autopar.compiling",
     "explain": "autopar.explaining",
     "parallelize": "autopar.decorator",

@@ -128,20 +128,33 @@ def autopar() -> None:
 @autopar.command(help=f"Search for the best plan.\n\n{_MODEL_HELP}")
 @_step_options
 @click.option("--output", "-o", type=click.Path(dir_okay=False), help="Write the plan to this file.")
+@click.option(
+    "--best",
+    type=click.IntRange(1),
+    help="Also find the next best: so many plans, with -o to plan.json, plan.2.json, …",
+)
 @_json
-def plan(output: str | None, as_json: bool, **options: Any) -> None:
-    """MODEL → plan."""
-    from autopar import show
+def plan(output: str | None, best: int | None, as_json: bool, **options: Any) -> None:
+    """MODEL → plan, or several."""
+    from autopar import differing, show
 
     request = _request(**options)
     with _certified(as_json):
-        found = _plan(request, _load(request))
-    if output:
-        found.save(output)
+        found = _plans(request, _load(request), best or 1)
+    for path, each in zip(_paths(output, len(found)), found, strict=False):
+        each.save(path)
     if as_json:
-        _print_json(found.json_report())
+        _print_json({"plans": [each.json_report() for each in found]} if best else found[0].json_report())
     else:
-        show.print_tables(show.summary(found))
+        show.print_tables([*show.summary(found[0]), *([differing.ranking(found)] if best else [])])
+
+
+def _paths(output: str | None, count: int) -> list[Path]:
+    """`plan.json`, `plan.2.json`, …; none without a file to write to."""
+    if output is None:
+        return []
+    first = Path(output)
+    return [first, *(first.with_name(f"{first.stem}.{number}{first.suffix}") for number in range(2, count + 1))]
 
 
 @autopar.command(
@@ -382,11 +395,12 @@ def _load(request: Request) -> TrainStep | ForwardStep:
         return load_step(request.model, request.step)
 
 
-def _plan(request: Request, step: TrainStep | ForwardStep) -> Plan:
+def _plans(request: Request, step: TrainStep | ForwardStep, count: int = 1) -> list[Plan]:
     from autopar import planning
 
     with _progress("searching for a plan") as tell:
-        return planning.plan(step, request.cluster, pin=request.pins, memory=request.memory, progress=tell)
+        pins, memory = request.pins, request.memory
+        return planning.best_plans(step, request.cluster, count, pin=pins, memory=memory, progress=tell)
 
 
 def _alternatives(plan: Plan, target: str, model: str, **options: Any) -> list[Table]:
@@ -403,7 +417,7 @@ def _program(request: Request) -> Program:
     from autopar import compiling
 
     step = _load(request)
-    plan = request.plan or _plan(request, step)
+    plan = request.plan or _plans(request, step)[0]
     with _progress("compiling"):
         return compiling.compile(step, plan)
 

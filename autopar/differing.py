@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.key_globs import class_of
@@ -57,6 +57,19 @@ def difference(before: Plan, after: Plan) -> list[Table]:
         Table("choices", ("nodes", "before", "after"), tuple(choices), "choices"),
         *_moved_tables(before, after),
     ]
+
+
+def ranking(plans: Sequence[Plan]) -> Table:
+    """A row for each of several plans of one step, in their order; times are compared with the first one's."""
+    columns = ("number", "mesh", "microbatches", "step_s", "times", "peak_bytes", "sent_bytes", "recomputes")
+    rows = []
+    for number, plan in enumerate(plans, 1):
+        times = f"{plan.estimate.objective_s / plans[0].estimate.objective_s:.3f}"
+        mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.axes if size > 1) or "one rank"
+        again = "yes" if any(AGAIN in row.seconds for row in plan.estimate.modules) else "no"
+        facts = (plan.microbatches, plan.estimate.objective_s, times, _peak(plan), _sent_bytes(plan), again)
+        rows.append((number, mesh, *facts))
+    return Table("the best plans", columns, tuple(rows), "plans")
 
 
 def moved(before: Plan, after: Plan) -> list[Moved]:
@@ -186,4 +199,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, Cell]]:
     yield "bound_s", estimate.bound_s
     yield "status", estimate.status
     yield "peak_bytes", _peak(plan)
-    yield "sent_bytes", sum(row.bytes_per_step for row in estimate.collectives)
+    yield "sent_bytes", _sent_bytes(plan)
+
+
+def _sent_bytes(plan: Plan) -> int:
+    return sum(row.bytes_per_step for row in plan.estimate.collectives)

@@ -56,7 +56,6 @@ MARGIN = 0.05
 Progress = Callable[[str], None]
 
 
-@collected_seldom()
 def plan(
     step: ForwardStep,
     cluster: str | Cluster,
@@ -69,12 +68,32 @@ def plan(
 
     Raises `PlanError` for pins or sizes that don't fit together, `InfeasibleError` when no plan fits the memory.
     """
+    return best_plans(step, cluster, 1, pin=pin, memory=memory, progress=progress)[0]
+
+
+@collected_seldom()
+def best_plans(
+    step: ForwardStep,
+    cluster: str | Cluster,
+    count: int,
+    *,
+    pin: str | Sequence[str] | Pins | None = None,
+    memory: str | float | None = None,
+    progress: Progress | None = None,
+) -> list[Plan]:
+    """The cheapest plans of the `count` best pairs of a mesh and a number of microbatches, the best first.
+
+    Fewer where no more fit. Each plan's gap is measured from what no plan of the search beats. Raises what `plan` does.
+    """
+    if count < 1:
+        raise PlanError(f"best_plans: count is {count}; expected at least 1")
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
     started = time.perf_counter()
-    search = _Search(step, cluster, parse_pins(pin), float(capacity), progress or (lambda _: None))
+    search = _Search(step, cluster, parse_pins(pin), float(capacity), progress or (lambda _: None), count)
     found = search.run()
-    return _as_plan(search, found, time.perf_counter() - started - search.captured_s)
+    solved_s = time.perf_counter() - started - search.captured_s
+    return [_as_plan(search, each, solved_s) for each in found]
 
 
 def as_pinned(folded: Folded, pins: Pins) -> Folded:
@@ -129,19 +148,22 @@ class _Search:
     pins: Pins
     capacity: float
     progress: Progress
+    wanted: int = 1
+    """How many plans, each of another mesh or number of microbatches."""
     rules: FoundRules = field(default_factory=FoundRules)
     trials: dict[int, Trials] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
     captured_s: float = 0.0
-    best: Found | None = None
+    found: list[Found] = field(default_factory=list)
+    """The best ones by now, as many as are wanted, the best first."""
     candidates: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     queue: list[tuple[tuple[bool, float], int, _Open]] = field(default_factory=list)
     """A heap, what promises most first; numbered in the order of arrival."""
     arrivals: Iterator[int] = field(default_factory=itertools.count)
 
-    def run(self) -> Found:
-        """Looks closer and closer at what promises most, until nothing can be better than the best plan."""
+    def run(self) -> list[Found]:
+        """Looks closer and closer at what promises most, until nothing can be better than the plans found."""
         self.counts = self._counts()
         trials = self._trials(self.counts[0])
         graph = trials.skeletons.folded.captured.gradient.graph
@@ -153,7 +175,7 @@ class _Search:
             _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
                 self._cut(each, "its bound is no better than the best plan")
-            elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._best_s:
+            elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._worst_s:
                 self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
             elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
                 self._bound(each)
@@ -161,11 +183,11 @@ class _Search:
                 self._relax(each)
             else:
                 self._plan(each, each.relaxed)
-        if self.best is None:
+        if not self.found:
             from autopar.certificate import infeasible
 
             raise infeasible(self.trials.values(), self.progress)
-        return self.best
+        return self.found
 
     # -- a closer look -----------------------------------------------------------------------------------------
     def _push(self, each: _Open) -> None:
@@ -235,15 +257,20 @@ class _Search:
     # -- plans -------------------------------------------------------------------------------------------------
     @property
     def _best_s(self) -> float:
-        return self.best.solution.objective if self.best is not None else math.inf
+        return self.found[0].solution.objective if self.found else math.inf
+
+    @property
+    def _worst_s(self) -> float:
+        """Of the plans that are wanted."""
+        return self.found[-1].solution.objective if len(self.found) == self.wanted else math.inf
 
     @property
     def _cutoff(self) -> float:
         """What a bound must be below to matter."""
-        return self._best_s * (1 - CUT_GAP)
+        return self._worst_s * (1 - CUT_GAP)
 
     def _offer(self, found: Found | None, each: _Open, trials: Trials) -> None:
-        """Keeps a plan that is better than the best one by now."""
+        """Keeps a plan that is better than those found by now."""
         if found is None:
             reason = f"doesn't fit {format_bytes(self.capacity)} a device" + ", with recompute" * trials.may_recompute
             self._note(each.mesh, each.count, None, None, "infeasible", reason)
@@ -251,12 +278,14 @@ class _Search:
         step_s, peak = found.solution.objective, max(found.peaks)
         is_cut = each.mesh.num_stages > 1  # by the units' costs, so that only the relaxed bound holds for other cuts
         self.bounds.append(each.bound if is_cut else found.solution.bound)
-        if self._best_s <= step_s:
-            slower = f"{step_s / self._best_s:.3f} times the best plan{found.again_text}"
+        best_s = self._best_s
+        self.found = sorted([*self.found, found], key=lambda found: found.solution.objective)[: self.wanted]
+        if best_s <= step_s:
+            slower = f"{step_s / best_s:.3f} times the best plan{found.again_text}"
             self._note(each.mesh, each.count, step_s, peak, "slower", slower)
             return
         beaten = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
-        self.best, self.candidates = found, beaten
+        self.candidates = beaten
         self._note(found.mesh, each.count, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
 
     # -- what is told ------------------------------------------------------------------------------------------

@@ -157,6 +157,16 @@ def test_plan_prints_json_alone_and_the_file_holds_the_plan(capsys, model):
     assert json.loads((model / "plan.json").read_text())["mesh"] == data["mesh"]
 
 
+def test_the_best_plans_have_a_table_and_a_file_each(capsys, model):
+    status, out, err = run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--best", "3", "-o", "plan.json")
+    assert status == 0, err
+    assert "the best plans" in out and {"plan.json", "plan.2.json"} <= {file.name for file in model.iterdir()}
+    data = json.loads(run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--best", "2", "--json")[1])
+    assert [each["mesh"] for each in data["plans"]] == [
+        json.loads((model / name).read_text())["mesh"] for name in ("plan.json", "plan.2.json")
+    ]
+
+
 def test_a_given_plan_is_for_its_cluster_and_stands_as_it_is(capsys, model):
     run(capsys, "plan", "model.py:step", "-c", "2xcpu", "-o", "plan.json")
     verify = ["verify", "model.py:step", "--plan", "plan.json"]

@@ -35,7 +35,7 @@ from autopar.stage_pins import cannot_cut
 from autopar.trials import Found, Trials
 from autopar.units import format_bytes, format_seconds, parse_bytes
 
-TIME_S = 20.0
+TIME_S = 10.0
 """Wall time for each kind of relaxation, after which nothing more is begun."""
 MOST_DEVICES = 8
 """How many times the devices are looked at."""
@@ -185,17 +185,16 @@ class _Relaxing:
     def _microbatches(self) -> Iterator[Relaxation]:
         size, count = batch_size(self.trials.step.batch_tensors()), self.most
         tried = Relaxation("microbatches", "more microbatches", False, f"a batch of {size} has no smaller ones")
-        while tried.fits is False and size % (count * 2) == 0:
+        while size % (count * 2) == 0:
             count *= 2
-            found = self._tried("microbatches", f"{count} microbatches", functools.partial(self._with_count, count))
-            if found.fits is False and "pin" in found.told:
-                break  # what a pin asks for can't be had of so few samples
-            tried = found
+            tried = self._tried("microbatches", f"{count} microbatches", functools.partial(self._with_count, count))
+            if tried.fits is not False or tried.told:
+                break  # it fits, time ran out, or a pin can't be had of so few samples
         yield tried
 
     def _devices(self) -> Iterator[Relaxation]:
         times, tried = 1, Relaxation("devices", "", False, "")
-        while tried.fits is False and times < MOST_DEVICES and "pin" not in tried.told:
+        while tried.fits is False and not tried.told and times < MOST_DEVICES:
             times *= 2
             larger = enlarged(self.trials.cluster, times)
             tried = self._tried("devices", larger.name, functools.partial(self._anywhere, self._with(cluster=larger)))

@@ -94,10 +94,10 @@ class Explanation:
 
     def tables(self) -> list[show.Table]:
         """What was chosen and a row for each alternative."""
-        nodes = len(self.nodes)
-        told = f"{self.target}: {nodes} nodes with alternatives, in a step of {format_seconds(self.step_s)}"
+        nodes = f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with alternatives"
+        told = f"{nodes}, in a step of {format_seconds(self.step_s)}" if self.nodes else "nothing has an alternative"
         return [
-            show.Table(told if nodes else f"{self.target}: nothing in it has an alternative"),
+            show.Table(f"{self.target}: {told}"),
             show.Table("choices and what else there was", _COLUMNS, tuple(self._rows()), "alternatives"),
         ]
 

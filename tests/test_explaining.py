@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from autopar import plan, show
+from autopar import TrainStep, plan, show
 from autopar.errors import PlanError
 from autopar.explaining import WHOLE, Alternative, Explanation, explain
 from autopar.plans import Plan
@@ -19,7 +20,7 @@ from autopar.solve import spent
 from autopar.solve.layers_apart import restricted
 from autopar.solve.problem import Problem, evaluate
 from autopar.solve.search import min_overflow, solve
-from tests.virtual.step_models import step_of
+from tests.virtual.step_models import GPT, momentum, step_of, token_batch
 
 NAME = "gpt"
 UP = "blocks.0.up/autopar.linear/forward#0"
@@ -64,6 +65,18 @@ def test_the_plan_costs_what_it_says_and_its_seconds_and_bytes_add_up(pins: str)
     for limit, used in enumerate(found.usage):
         held = sum(held for _, held in spent.held_bytes(priced.built, priced.choice, limit))
         assert held == pytest.approx(used)
+
+
+def test_layers_and_stages_that_stand_for_others_count_as_often() -> None:
+    """Eight equal layers on four stages, of which three are there: the figures are those of the whole plan."""
+    torch.manual_seed(0)
+    step = TrainStep(GPT(layers=8, tied=False), token_batch(8), optimizer=momentum, microbatches=2)
+    made = plan(step, "4xcpu", pin="pp=4")
+    priced = reprice(step, made)
+    assert len(priced.likeness.kept) < 4 and len(priced.nodes_by_key()) > len(priced.built.nodes)
+    assert evaluate(priced.built.problem, priced.choice).objective == pytest.approx(made.estimate.objective_s, rel=1e-9)
+    told = sum(sum(row.seconds.values()) for row in made.estimate.modules)
+    assert told == pytest.approx(made.estimate.objective_s, rel=1e-9)
 
 
 def test_collectives_take_what_the_plan_says_of_the_emitted_ones() -> None:

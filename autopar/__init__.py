@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
     from autopar.compiling import compile
     from autopar.decorator import parallelize
+    from autopar.explaining import explain
     from autopar.layout import Layout
     from autopar.mesh import Mesh
     from autopar.pins import Pins
-    from autopar.planning import plan
+    from autopar.planning import best_plans, plan
     from autopar.plans import Plan
     from autopar.profiling import profile
     from autopar.rules.registered import rule
@@ -44,7 +45,9 @@ __all__ = [
     "RuleError",
     "TrainStep",
     "VerificationError",
+    "best_plans",
     "compile",
+    "explain",
     "parallelize",
     "plan",
     "profile",
@@ -60,7 +63,9 @@ _HOMES = {
     "Pins": "autopar.pins",
     "Plan": "autopar.plans",
     "TrainStep": "autopar.capture",
+    "best_plans": "autopar.planning",
     "compile": "autopar.compiling",
+    "explain": "autopar.explaining",
     "parallelize": "autopar.decorator",
     "plan": "autopar.planning",
     "profile": "autopar.profiling",

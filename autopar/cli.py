@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autopar import __version__
-from autopar.errors import Error, PlanError, VerificationError
+from autopar.errors import Error, InfeasibleError, PlanError, VerificationError
 
 if TYPE_CHECKING:
     from autopar.capture import ForwardStep, TrainStep
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_PIN_HELP = "Fix part of the plan: AXIS=N, zero=0..3, microbatches=N, recompute=none|full|GLOB, 'GLOB: AXIS=out'."
+_PIN_HELP = (
+    "Fix part of the plan: AXIS=N, zero=0..3, microbatches=N, recompute=none|full|GLOB, 'GLOB: AXIS=out', "
+    "'GLOB: stage=N'."
+)
 _MODEL_HELP = "MODEL is file.py:factory, a function that returns a TrainStep, or a Hugging Face config.json."
 
 
@@ -82,23 +86,29 @@ class _Count(click.ParamType):  # type: ignore[type-arg]
         return value if value == "auto" else click.IntRange(1).convert(value, param, ctx)
 
 
-def _step_options(command: Command) -> Command:
-    """MODEL, and what the command line says about the step, the cluster and the search."""
-    for option in reversed(
-        (
-            click.argument("model"),
-            click.option("--cluster", "-c", required=True, help="2xcpu, 8xh100, 16x8xh100, auto, or a cluster file."),
-            click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
-            click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
-            click.option("--microbatches", type=_Count(), help="Microbatches of one step; auto: what is fastest."),
-            click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
-            click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
-            click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
-            click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
-        )
-    ):
-        command = option(command)
-    return command
+_STEP_OPTIONS = (
+    click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
+    click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
+    click.option("--microbatches", type=_Count(), help="Microbatches of one step; auto: what is fastest."),
+    click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
+    click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
+)
+"""What the command line says about the step."""
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+_step_options = _options(
+    click.argument("model"),
+    click.option("--cluster", "-c", required=True, help="2xcpu, 8xh100, 16x8xh100, auto, or a cluster file."),
+    *_STEP_OPTIONS,
+    click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
+    click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
+)
+"""MODEL, and what the command line says about the step, the cluster and the search."""
 
 
 class _InOrder(click.Group):
@@ -118,33 +128,56 @@ def autopar() -> None:
 @autopar.command(help=f"Search for the best plan.\n\n{_MODEL_HELP}")
 @_step_options
 @click.option("--output", "-o", type=click.Path(dir_okay=False), help="Write the plan to this file.")
+@click.option(
+    "--best",
+    type=click.IntRange(1),
+    help="Also find the next best: so many plans, with -o to plan.json, plan.2.json, …",
+)
 @_json
-def plan(output: str | None, as_json: bool, **options: Any) -> None:
-    """MODEL → plan."""
-    from autopar import show
+def plan(output: str | None, best: int | None, as_json: bool, **options: Any) -> None:
+    """MODEL → plan, or several."""
+    from autopar import differing, show
 
     request = _request(**options)
-    found = _plan(request, _load(request))
-    if output:
-        found.save(output)
+    with _certified(as_json):
+        found = _plans(request, _load(request), best or 1)
+    for path, each in zip(_paths(output, len(found)), found, strict=False):
+        each.save(path)
     if as_json:
-        _print_json(found.json_report())
+        _print_json({"plans": [each.json_report() for each in found]} if best else found[0].json_report())
     else:
-        show.print_tables(show.summary(found))
+        show.print_tables([*show.summary(found[0]), *([differing.ranking(found)] if best else [])])
 
 
-@autopar.command(help="Show a plan, or its choices at a MODULE or NODE.")
+def _paths(output: str | None, count: int) -> list[Path]:
+    """`plan.json`, `plan.2.json`, …; none without a file to write to."""
+    if output is None:
+        return []
+    first = Path(output)
+    return [first, *(first.with_name(f"{first.stem}.{number}{first.suffix}") for number in range(2, count + 1))]
+
+
+@autopar.command(
+    help="Show a plan, or its choices at a MODULE or NODE.\n\n"
+    "With --model, what each other choice there would have cost, and why it lost."
+)
 @click.argument("plan_file", metavar="PLAN")
 @click.argument("target", metavar="[MODULE or NODE]", required=False)
+@click.option("--model", help="The MODEL that the plan is of; a plan is data, and never loads code by itself.")
+@_options(*_STEP_OPTIONS)
 @_json
-def explain(plan_file: str, target: str | None, as_json: bool) -> None:
-    """A plan file → text."""
+def explain(plan_file: str, target: str | None, model: str | None, as_json: bool, **options: Any) -> None:
+    """A plan file (and its MODEL) → text."""
     from autopar import show
     from autopar.plans import Plan
 
     read = Plan.load(plan_file)
+    if model and not target:
+        raise PlanError("--model: of which part? Name a module (a path or a glob) or a node after the plan")
     if as_json and target is None:
         _print_json(read.json_report())
+    elif model and target:
+        _print_tables(_alternatives(read, target, model, **options), as_json)
     else:
         _print_tables(show.explain(read, target) if target else show.summary(read), as_json)
 
@@ -155,10 +188,10 @@ def explain(plan_file: str, target: str | None, as_json: bool) -> None:
 @_json
 def diff(before: str, after: str, as_json: bool) -> None:
     """Two plan files → their differences."""
-    from autopar import show
+    from autopar import differing
     from autopar.plans import Plan
 
-    tables = show.difference(Plan.load(before), Plan.load(after))
+    tables = differing.difference(Plan.load(before), Plan.load(after))
     if not as_json and not any(table.rows for table in tables):
         click.echo("the plans are equal")
     _print_tables(tables, as_json)
@@ -362,20 +395,42 @@ def _load(request: Request) -> TrainStep | ForwardStep:
         return load_step(request.model, request.step)
 
 
-def _plan(request: Request, step: TrainStep | ForwardStep) -> Plan:
+def _plans(request: Request, step: TrainStep | ForwardStep, count: int = 1) -> list[Plan]:
     from autopar import planning
 
     with _progress("searching for a plan") as tell:
-        return planning.plan(step, request.cluster, pin=request.pins, memory=request.memory, progress=tell)
+        pins, memory = request.pins, request.memory
+        return planning.best_plans(step, request.cluster, count, pin=pins, memory=memory, progress=tell)
+
+
+def _alternatives(plan: Plan, target: str, model: str, **options: Any) -> list[Table]:
+    from autopar import explaining
+    from autopar.models import StepOptions, load_step
+
+    with _progress("loading the model"):
+        step = load_step(model, StepOptions(**options))
+    with _progress("pricing alternatives") as tell:
+        return explaining.explain(step, plan, target, progress=tell).tables()
 
 
 def _program(request: Request) -> Program:
     from autopar import compiling
 
     step = _load(request)
-    plan = request.plan or _plan(request, step)
+    plan = request.plan or _plans(request, step)[0]
     with _progress("compiling"):
         return compiling.compile(step, plan)
+
+
+@contextlib.contextmanager
+def _certified(as_json: bool) -> Iterator[None]:
+    """With `--json`, what there is to say of a step that nothing fits goes to stdout as data, too."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if as_json and error.certificate is not None:
+            _print_json({"status": "infeasible", **error.certificate.to_dict()})
+        raise
 
 
 # -- output ------------------------------------------------------------------------------------------------------

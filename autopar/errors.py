@@ -1,5 +1,12 @@
 """What can go wrong, as types: each message names the object, what was got, what was expected and the next step."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.certificate import Certificate
+
 
 class Error(Exception):
     """A mistake that the user can mend; the command line prints its message and exits with `exit_status`."""
@@ -24,9 +31,13 @@ class LayersDifferError(PlanError):
 
 
 class InfeasibleError(Error):
-    """No plan fits the memory of the cluster's devices; the message says what would."""
+    """No plan fits the memory of the cluster's devices; the message says what would, `certificate` says it as data."""
 
     exit_status = 3
+
+    def __init__(self, message: str = "", certificate: Certificate | None = None) -> None:
+        super().__init__(message)
+        self.certificate = certificate
 
 
 class VerificationError(Error):

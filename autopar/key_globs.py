@@ -33,6 +33,11 @@ def matches_any(key: str, globs: Iterable[str]) -> bool:
     return any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in globs)
 
 
+def class_of(name: str) -> str:
+    """A module path or node key with `*` for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=[./]|$)|^\d+(?=[./])", "*", name)
+
+
 def _keeps_out(glob: str, keep_out: Collection[str], tried: dict[str, bool]) -> bool:
     if glob not in tried:
         matches = re.compile(fnmatch.translate(glob)).match

@@ -8,6 +8,7 @@
     recompute=none|full|GLOB          which modules run their forward again in the backward
     GLOB: AXIS=in|out|heads|experts|vocab|batch|seq|none
                                       what the axis splits in the modules that the glob matches
+    GLOB: stage=N                     the pipeline stage, from 0, of the layers that the glob matches
 
 Invariants:
 - `parse_pins(str(pins)) == pins`;
@@ -52,6 +53,17 @@ class ModulePin:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePin:
+    """The layers of the modules that `glob` matches are on pipeline stage `stage`, counted from 0."""
+
+    glob: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.glob}: stage={self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
 class Pins:
     """All pins of one search; what is None or absent is free."""
 
@@ -60,11 +72,12 @@ class Pins:
     microbatches: int | None = None
     recompute: str | None = None
     modules: tuple[ModulePin, ...] = ()
+    stages: tuple[StagePin, ...] = ()
 
     def __str__(self) -> str:
         words = [f"{axis}={size}" for axis, size in self.axes.items()]
         words += [f"{key}={value}" for key in _SCALARS if (value := getattr(self, key)) is not None]
-        return ", ".join([*words, *map(str, self.modules)])
+        return ", ".join([*words, *map(str, self.modules), *map(str, self.stages)])
 
     @property
     def named_axes(self) -> set[str]:
@@ -83,7 +96,7 @@ class Pins:
         for axis in (*self.axes, *(pin.axis for pin in self.modules)):
             if axis not in axes:
                 raise PlanError(f"pin {axis!r}: no such mesh axis; the axes of this search are {', '.join(axes)}")
-        globs = [pin.glob for pin in self.modules]
+        globs = [*(pin.glob for pin in self.modules), *(pin.glob for pin in self.stages)]
         if self.recompute not in (None, "none", "full"):
             globs.append(str(self.recompute))
         for glob in globs:
@@ -113,12 +126,16 @@ def _add(pins: Pins, word: str) -> Pins:
     key, equals, value = setting.partition("=")
     if not equals or not _AXIS.fullmatch(key) or (colon and not glob):
         raise _malformed(word, "expected AXIS=N, zero=N, microbatches=N, recompute=… or GLOB: AXIS=…")
+    if glob and key == "stage":
+        return _add_stage(pins, word, StagePin(glob, _number(word, value, at_least=0)))
     if glob:
         return _add_module(pins, word, ModulePin(glob, key, value))
     if key in _SCALARS:
         return _add_scalar(pins, word, key, value)
     if value in SPLITS:
         raise _malformed(word, f"which modules? Write 'GLOB: {word}'")
+    if key == "stage":
+        raise _malformed(word, f"which modules? Write 'GLOB: {word}'; their number is pp=N")
     size = _number(word, value, at_least=1)
     _refuse_twice(word, pins.axes.get(key), size)
     return replace(pins, axes={**pins.axes, key: size})
@@ -130,6 +147,12 @@ def _add_module(pins: Pins, word: str, pin: ModulePin) -> Pins:
     before = next((p.what for p in pins.modules if (p.glob, p.axis) == (pin.glob, pin.axis)), None)
     _refuse_twice(word, before, pin.what)
     return replace(pins, modules=(*pins.modules, pin)) if before is None else pins
+
+
+def _add_stage(pins: Pins, word: str, pin: StagePin) -> Pins:
+    before = next((p.stage for p in pins.stages if p.glob == pin.glob), None)
+    _refuse_twice(word, before, pin.stage)
+    return replace(pins, stages=(*pins.stages, pin)) if before is None else pins
 
 
 def _add_scalar(pins: Pins, word: str, key: str, text: str) -> Pins:

@@ -25,7 +25,7 @@ from autopar.capture.step import ForwardStep
 from autopar.cluster import candidate_meshes, distinct_meshes, parse_cluster
 from autopar.cluster.cluster import Cluster
 from autopar.compiling import valid_for
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
 from autopar.mesh import Mesh
 from autopar.pins import Pins, matches_module, parse_pins
@@ -36,6 +36,7 @@ from autopar.rules.found import FoundRules, find_rules
 from autopar.rules.table import check_rules
 from autopar.skeletons import Skeletons
 from autopar.solve.build import require_wanted
+from autopar.stage_pins import cannot_cut
 from autopar.trials import Found, Trials
 from autopar.units import format_bytes, parse_bytes
 
@@ -55,7 +56,6 @@ MARGIN = 0.05
 Progress = Callable[[str], None]
 
 
-@collected_seldom()
 def plan(
     step: ForwardStep,
     cluster: str | Cluster,
@@ -68,15 +68,35 @@ def plan(
 
     Raises `PlanError` for pins or sizes that don't fit together, `InfeasibleError` when no plan fits the memory.
     """
+    return best_plans(step, cluster, 1, pin=pin, memory=memory, progress=progress)[0]
+
+
+@collected_seldom()
+def best_plans(
+    step: ForwardStep,
+    cluster: str | Cluster,
+    count: int,
+    *,
+    pin: str | Sequence[str] | Pins | None = None,
+    memory: str | float | None = None,
+    progress: Progress | None = None,
+) -> list[Plan]:
+    """The cheapest plans of the `count` best pairs of a mesh and a number of microbatches, the best first.
+
+    Fewer where no more fit. Each plan's gap is measured from what no plan of the search beats. Raises what `plan` does.
+    """
+    if count < 1:
+        raise PlanError(f"best_plans: count is {count}; expected at least 1")
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
     started = time.perf_counter()
-    search = _Search(step, cluster, parse_pins(pin), float(capacity), progress or (lambda _: None))
+    search = _Search(step, cluster, parse_pins(pin), float(capacity), progress or (lambda _: None), count)
     found = search.run()
-    return _as_plan(search, found, time.perf_counter() - started - search.captured_s)
+    solved_s = time.perf_counter() - started - search.captured_s
+    return [_as_plan(search, each, solved_s) for each in found]
 
 
-def _as_pinned(folded: Folded, pins: Pins) -> Folded:
+def as_pinned(folded: Folded, pins: Pins) -> Folded:
     """The step with all of its layers where a pin tells some apart that are folded."""
     globs = [pin.glob for pin in pins.modules]
     globs += [pins.recompute] if pins.recompute not in (None, "none", "full") else []
@@ -128,19 +148,22 @@ class _Search:
     pins: Pins
     capacity: float
     progress: Progress
+    wanted: int = 1
+    """How many plans, each of another mesh or number of microbatches."""
     rules: FoundRules = field(default_factory=FoundRules)
     trials: dict[int, Trials] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
     captured_s: float = 0.0
-    best: Found | None = None
+    found: list[Found] = field(default_factory=list)
+    """The best ones by now, as many as are wanted, the best first."""
     candidates: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     queue: list[tuple[tuple[bool, float], int, _Open]] = field(default_factory=list)
     """A heap, what promises most first; numbered in the order of arrival."""
     arrivals: Iterator[int] = field(default_factory=itertools.count)
 
-    def run(self) -> Found:
-        """Looks closer and closer at what promises most, until nothing can be better than the best plan."""
+    def run(self) -> list[Found]:
+        """Looks closer and closer at what promises most, until nothing can be better than the plans found."""
         self.counts = self._counts()
         trials = self._trials(self.counts[0])
         graph = trials.skeletons.folded.captured.gradient.graph
@@ -152,7 +175,7 @@ class _Search:
             _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
                 self._cut(each, "its bound is no better than the best plan")
-            elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._best_s:
+            elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._worst_s:
                 self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
             elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
                 self._bound(each)
@@ -160,9 +183,11 @@ class _Search:
                 self._relax(each)
             else:
                 self._plan(each, each.relaxed)
-        if self.best is None:
-            raise InfeasibleError(self._shortage())
-        return self.best
+        if not self.found:
+            from autopar.certificate import infeasible
+
+            raise infeasible(self.trials.values(), self.progress)
+        return self.found
 
     # -- a closer look -----------------------------------------------------------------------------------------
     def _push(self, each: _Open) -> None:
@@ -208,7 +233,7 @@ class _Search:
         if count not in self.trials:
             started = time.perf_counter()
             step = self.step.with_microbatches(count)
-            folded = _as_pinned(step.fold(), self.pins)
+            folded = as_pinned(step.fold(), self.pins)
             for graph in folded.captured.graphs:
                 check_rules(graph)
             self.rules = find_rules(folded.captured.graphs, self.progress)
@@ -218,31 +243,34 @@ class _Search:
         return self.trials[count]
 
     def _meshes(self, trials: Trials) -> list[Mesh]:
-        units = trials.skeletons.units
-        meshes = candidate_meshes(self.cluster, self.pins.axes)
-        fitting = []
+        meshes, fitting, reason = candidate_meshes(self.cluster, self.pins.axes), [], ""
         for mesh in distinct_meshes(self.cluster, meshes, self.pins.named_axes):
-            if mesh.num_stages <= len(units):
+            reason = cannot_cut(self.pins, trials.skeletons, mesh.num_stages)
+            if not reason:
                 fitting.append(mesh)
                 continue
-            reason = f"{mesh.num_stages} stages, but {len(units)} units to cut between"
             self._note(mesh, trials.microbatches, None, None, "infeasible", reason)
         if not fitting:
-            raise PlanError(f"no mesh of {self.cluster} has at most {len(units)} stages; the model has as many units")
+            raise PlanError(f"no mesh of {self.cluster} has stages that the model can be cut into: {reason}")
         return fitting
 
     # -- plans -------------------------------------------------------------------------------------------------
     @property
     def _best_s(self) -> float:
-        return self.best.solution.objective if self.best is not None else math.inf
+        return self.found[0].solution.objective if self.found else math.inf
+
+    @property
+    def _worst_s(self) -> float:
+        """Of the plans that are wanted."""
+        return self.found[-1].solution.objective if len(self.found) == self.wanted else math.inf
 
     @property
     def _cutoff(self) -> float:
         """What a bound must be below to matter."""
-        return self._best_s * (1 - CUT_GAP)
+        return self._worst_s * (1 - CUT_GAP)
 
     def _offer(self, found: Found | None, each: _Open, trials: Trials) -> None:
-        """Keeps a plan that is better than the best one by now."""
+        """Keeps a plan that is better than those found by now."""
         if found is None:
             reason = f"doesn't fit {format_bytes(self.capacity)} a device" + ", with recompute" * trials.may_recompute
             self._note(each.mesh, each.count, None, None, "infeasible", reason)
@@ -250,12 +278,14 @@ class _Search:
         step_s, peak = found.solution.objective, max(found.peaks)
         is_cut = each.mesh.num_stages > 1  # by the units' costs, so that only the relaxed bound holds for other cuts
         self.bounds.append(each.bound if is_cut else found.solution.bound)
-        if self._best_s <= step_s:
-            slower = f"{step_s / self._best_s:.3f} times the best plan{found.again_text}"
+        best_s = self._best_s
+        self.found = sorted([*self.found, found], key=lambda found: found.solution.objective)[: self.wanted]
+        if best_s <= step_s:
+            slower = f"{step_s / best_s:.3f} times the best plan{found.again_text}"
             self._note(each.mesh, each.count, step_s, peak, "slower", slower)
             return
         beaten = [replace(c, status="slower", reason="beaten") if c.status == "chosen" else c for c in self.candidates]
-        self.best, self.candidates = found, beaten
+        self.candidates = beaten
         self._note(found.mesh, each.count, step_s, peak, "chosen", f"the fastest that fits{found.again_text}")
 
     # -- what is told ------------------------------------------------------------------------------------------
@@ -265,19 +295,6 @@ class _Search:
 
     def _note(self, mesh: Mesh, count: int, step_s: float | None, peak: int | None, status: str, reason: str) -> None:
         self.candidates.append(Candidate(mesh, count, mesh.num_stages, step_s, peak, status, reason))
-
-    def _shortage(self) -> str:
-        have = format_bytes(self.capacity)
-        shortages = [entry for trials in self.trials.values() for entry in trials.shortages]
-        if not shortages:
-            return f"no plan fits {have} a device on {self.cluster}; use more devices, more microbatches or more memory"
-        _, mesh, smallest = min(shortages, key=lambda entry: entry[0])
-        least = max(smallest().peaks)
-        return (
-            f"no plan fits {have} a device on {self.cluster}: the smallest found (mesh {mesh}) needs "
-            f"{format_bytes(least)}; use --memory {format_bytes(least * 1.1).replace(' ', '')}, more devices, or more "
-            "microbatches"
-        )
 
 
 def _inherited(each: _Open, count: int) -> float:

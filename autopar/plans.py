@@ -78,6 +78,8 @@ class MemoryRow:
     buffers: int
     """Of collectives and transfers in flight."""
     peak: int
+    where: str = ""
+    """The moment: the call of the step, and the node that it has come to."""
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS
 
@@ -106,6 +108,20 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """What the step spends on modules that differ in layer numbers only, and what they hold."""
+
+    modules: str
+    """Their path, `*` in place of layer numbers."""
+    seconds: dict[str, float] = field(hash=False)
+    """`compute`, `recompute`, or an axis and a collective → seconds; all rows sum to the objective."""
+    held_bytes: int
+    """On the stage of the greatest peak, as the solver counts it: what ops need while they run comes on top."""
+
+    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """What the plan is expected to cost, and how far from the best it can be."""
 
@@ -125,6 +141,8 @@ class Estimate:
     bubble_fraction: float
     step_s: dict[str, float] = field(hash=False)
     """Parts of the step time by name (`compute`, `collectives`, `bubble`, `update`, …), summing to the objective."""
+    modules: tuple[ModuleRow, ...] = ()
+    """Where the seconds and the bytes go."""
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS
 

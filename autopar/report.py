@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+
+from torch.fx import Node
 
 from autopar.cluster import collective_s
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.mesh_layout import axis_link
 from autopar.counting import Counts
+from autopar.key_globs import class_of
 from autopar.layers import Cut
 from autopar.mesh import Mesh
-from autopar.plans import CollectiveRow, Estimate, MemoryRow, StageSpan, relative_gap
+from autopar.plans import CollectiveRow, Estimate, MemoryRow, ModuleRow, StageSpan, relative_gap
 from autopar.program.schedule import bubble_fraction, chain_transfers, make_schedule
 from autopar.program.traffic import Traffic
+from autopar.solve import spent
 from autopar.solve.problem import evaluate
 from autopar.trials import Found
 
@@ -48,7 +52,43 @@ def estimate(
         collectives=collective_rows(counts, found.mesh, cluster),
         bubble_fraction=_bubble(found, [rows[like] for like in found.likeness.like]),
         step_s=_parts(objective, rows, found.mesh, there, found.microbatches),
+        modules=module_rows(found, counts),
     )
+
+
+def module_rows(found: Found, counts: Counts) -> tuple[ModuleRow, ...]:
+    """Seconds and bytes by module, in the order in which they come; axes are called as they are in the plan."""
+    built, choice = found.built, found.solution.choice
+    called = dict(zip(built.setting.mesh.spmd.names, found.mesh.spmd.names, strict=True))
+    inputs = (node.meta["role"] for node in built.nodes if node.op == "placeholder")
+    parameters = {role.name for role in inputs if role.kind == "param"}
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    held: dict[str, float] = defaultdict(float)
+    for part in spent.seconds(built, choice):
+        axis, space, kind = part.what.partition(" ")
+        seconds[_modules(part.node, parameters)][f"{called.get(axis, axis)}{space}{kind}"] += part.seconds
+    for node, num_bytes in spent.held_bytes(built, choice, _fullest(found, counts)):
+        held[_modules(node, parameters)] += num_bytes
+    names = dict.fromkeys((*seconds, *(name for name, num_bytes in held.items() if num_bytes)))
+    return tuple(ModuleRow(name, dict(seconds[name]), round(held[name])) for name in names)
+
+
+def _modules(node: Node, parameters: Set[str]) -> str:
+    """The module of a node, or of the parameter that it is about, with `*` for layer numbers."""
+    path = node.meta.get("path", "")
+    names = path.split(".")
+    for end in range(len(names), 0, -1):
+        if ".".join(names[:end]) in parameters:
+            return class_of(".".join(names[: end - 1]))
+    return class_of(path)
+
+
+def _fullest(found: Found, counts: Counts) -> int:
+    """The limit that is nearest on the stage of the greatest peak."""
+    stage = found.likeness.like[counts.peaks.index(max(counts.peaks))]
+    usage = evaluate(found.built.problem, found.solution.choice).usage
+    limits = (i for i, own in enumerate(found.built.limit_stages) if own == stage)
+    return max(limits, key=lambda limit: usage[limit])
 
 
 def memory_rows(counts: Counts) -> tuple[MemoryRow, ...]:
@@ -56,7 +96,7 @@ def memory_rows(counts: Counts) -> tuple[MemoryRow, ...]:
     rows = []
     for stage, found in enumerate(counts.profiles):
         kinds = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers)
-        rows.append(MemoryRow(stage, "all", *kinds, found.peak))
+        rows.append(MemoryRow(stage, "all", *kinds, found.peak, found.where))
     return tuple(rows)
 
 

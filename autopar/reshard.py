@@ -175,6 +175,15 @@ class Resharder:
             layout = previous
         return steps[::-1]
 
+    def parts_s(self, source: Layout, target: Layout, item_bytes: float) -> list[tuple[str, str, float]]:
+        """(axis, collective, seconds) of the cheapest path; they sum to `cost_s` but for what breaks ties."""
+        parts, layout = [], source
+        for move, after in self.path(source, target, item_bytes):
+            if move.collective is not None:
+                parts.append((move.axis, move.collective, self._move_s(move, layout, item_bytes)))
+            layout = after
+        return parts
+
     def _tree(self, source: Layout, item_bytes: float) -> dict[Layout, tuple[float, Layout | None, Move | None]]:
         key = (source, item_bytes)
         if key not in self._trees:

@@ -2,7 +2,6 @@
 
     print(text(plan))
     print_tables(explain(plan, "blocks.0.up"))
-    print_tables(difference(before, after))
 
 Invariants:
 - everything shown stands in the plan: nothing is computed here but sums and ratios of its figures;
@@ -20,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.key_globs import matches_any
+from autopar.key_globs import class_of, matches_any
 from autopar.pins import matches_module
 from autopar.plans import Plan, StageSpan, stage_of
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds, signed_bytes, signed_seconds
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 PHASES = ("prologue", "forward", "backward", "norm", "update")
@@ -35,8 +34,9 @@ Row = tuple[Cell, ...]
 class Table:
     """A caption, column names and rows; without columns, only the caption.
 
-    Cells hold plain values; a column whose name ends in `_bytes`, `_s` or `_part` is shown with its unit. Where the
-    column is `before` or `after`, the name of the quantity stands first in the row.
+    Cells hold plain values; a column whose name ends in `_bytes`, `_s` or `_part` is shown with its unit, one in
+    `_more_bytes` or `_more_s` with its sign. Where the column is `before` or `after`, the name of the quantity stands
+    first in the row.
     """
 
     caption: str
@@ -51,7 +51,7 @@ class Table:
     @property
     def titles(self) -> list[str]:
         """Column names without units."""
-        return [re.sub(r"_(bytes|s|part)$", "", column).replace("_", " ") for column in self.columns]
+        return [re.sub(r"(_more)?_(bytes|s|part)$", "", column).replace("_", " ") for column in self.columns]
 
     @property
     def texts(self) -> list[list[str]]:
@@ -66,6 +66,8 @@ class Table:
 def _shown(quantity: str, cell: Cell) -> str:
     if isinstance(cell, str):
         return re.sub(r"_(bytes|s)$", "", cell).replace("_", " ") if cell == quantity else cell
+    if quantity.endswith(("_more_bytes", "_more_s")):
+        return (signed_bytes if quantity.endswith("_bytes") else signed_seconds)(cell) if cell else ""
     if quantity.endswith("_bytes"):
         return format_bytes(cell)
     if quantity.endswith("_s"):
@@ -87,8 +89,9 @@ def summary(plan: Plan) -> list[Table]:
         _stages(plan),
         _parameters(plan),
         _memory(plan),
+        Table(_binding_line(plan)),
         _collectives(plan),
-        *map(Table, _rule_lines(plan)),
+        *map(Table, rule_lines(plan)),
         Table(_search_line(plan)),
     ]
 
@@ -98,13 +101,13 @@ def explain(plan: Plan, target: str) -> list[Table]:
 
     Nodes that split nothing have no choice and aren't listed.
     """
-    keys = sorted((key for key in plan.choices if _is_meant(target, key)), key=_phase_rank)
+    keys = sorted((key for key in plan.choices if is_meant(target, key)), key=_phase_rank)
     stages = {stage for unit, stage in plan.node_stage.items() if matches_module(target, unit)}
-    stages |= {stage_of(plan.node_stage, _path(key)) for key in keys}
+    stages |= {stage_of(plan.node_stage, module_path(key)) for key in keys}
     if not stages:
-        modules = sorted({*plan.node_stage, *map(_path, plan.choices)} - {""}, key=_natural)
-        raise PlanError(f"{target!r}: no module or node of the plan; its modules are {_listed(modules)}")
-    nodes = [(key, stage_of(plan.node_stage, _path(key)), plan.choices[key], _recompute(plan, key)) for key in keys]
+        raise nothing_meant(plan, target)
+    places = {key: stage_of(plan.node_stage, module_path(key)) for key in keys}
+    nodes = [(key, places[key], plan.choices[key], _recompute(plan, key)) for key in keys]
     peaks = [(row.stage, row.ranks, row.peak) for row in plan.estimate.memory if row.stage in stages]
     return [
         Table(
@@ -114,29 +117,15 @@ def explain(plan: Plan, target: str) -> list[Table]:
         ),
         Table("choices", ("node", "stage", "choice", "backward"), tuple(nodes), "nodes"),
         Table("memory of its stages", ("stage", "ranks", "peak_bytes"), tuple(peaks), "memory"),
-        *map(Table, _rule_lines(plan, {_op(key) for key in keys})),
+        Table("what the alternatives would have cost: add --model MODEL, or autopar.explain(step, plan, target)"),
+        *map(Table, rule_lines(plan, {_op(key) for key in keys})),
     ]
 
 
-def difference(before: Plan, after: Plan) -> list[Table]:
-    """In what two plans differ: decisions, estimate (seconds and bytes), and choices by class of layers."""
-    facts = [(name, a, b) for (name, a), (_, b) in zip(_facts(before), _facts(after), strict=True) if a != b]
-    choices = _grouped(
-        (key, before.choices.get(key, "absent"), after.choices.get(key, "absent"))
-        for key in {**before.choices, **after.choices}
-        if before.choices.get(key) != after.choices.get(key)
-    )
-    return [
-        Table("decisions and estimate", ("what", "before", "after"), tuple(facts), "plan"),
-        Table("sent in a step", ("collective", "before_bytes", "after_bytes"), _sent_rows(before, after), "sent"),
-        Table("choices", ("nodes", "before", "after"), tuple(choices), "choices"),
-    ]
-
-
-def _sent_rows(before: Plan, after: Plan) -> tuple[Row, ...]:
-    old, new = _sent(before), _sent(after)
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return tuple((key, old.get(key, 0), new.get(key, 0)) for key in changed)
+def nothing_meant(plan: Plan, target: str) -> PlanError:
+    """The error for a target that names nothing of a plan."""
+    modules = sorted({*plan.node_stage, *map(module_path, plan.choices)} - {""}, key=_natural)
+    return PlanError(f"{target!r}: no module or node of the plan; its modules are {_listed(modules)}")
 
 
 # -- the parts of a summary --------------------------------------------------------------------------------------
@@ -175,7 +164,7 @@ def _parameters(plan: Plan) -> Table:
     prefix = "param:"
     split = [(key.removeprefix(prefix), choice) for key, choice in plan.choices.items() if key.startswith(prefix)]
     names: dict[str, list[str]] = {}
-    for name, choice in _grouped(split):
+    for name, choice in grouped(split):
         names.setdefault(_split_text(str(choice)), []).append(str(name))
     rows = tuple((choice, _listed(classes, limit=4)) for choice, classes in names.items())
     return Table("parameters split at rest (the others are whole)", ("split", "parameters"), rows)
@@ -201,6 +190,14 @@ def _memory(plan: Plan) -> Table:
     return Table(f"memory of a rank, of {format_bytes(limit)}", columns, tuple(rows))
 
 
+def _binding_line(plan: Plan) -> str:
+    """Which limit is nearest: the stage, the moment, and what is left there."""
+    row, limit = max(plan.estimate.memory, key=lambda row: row.peak), plan.estimate.memory_limit_bytes
+    when = f" at {row.where}" if row.where else ""
+    left = f"{format_bytes(limit - row.peak)} left" if row.peak <= limit else f"{format_bytes(row.peak - limit)} over"
+    return f"nearest limit: stage {row.stage}{when}, {left}"
+
+
 def _collectives(plan: Plan) -> Table:
     rows = [
         (row.axis, row.kind, row.count, row.bytes_per_call, row.bytes_per_step, row.link, row.step_s)
@@ -210,7 +207,7 @@ def _collectives(plan: Plan) -> Table:
     return Table("collectives of a rank in a step", columns, tuple(rows))
 
 
-def _rule_lines(plan: Plan, ops: Collection[str] | None = None) -> list[str]:
+def rule_lines(plan: Plan, ops: Collection[str] | None = None) -> list[str]:
     """`"found by experiment: mylib.op: b s d, d -> b s d"`, once for each op and rule: of all ops, or of these."""
     lines = []
     for origin, rules in (("found by experiment", plan.found_rules), ("registered", plan.registered_rules)):
@@ -221,32 +218,13 @@ def _rule_lines(plan: Plan, ops: Collection[str] | None = None) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, Cell]]:
-    estimate = plan.estimate
-    yield "cluster", str(plan.cluster)
-    yield "mesh", str(plan.mesh)
-    yield "microbatches", plan.microbatches
-    yield "schedule", plan.schedule
-    yield "stages", " | ".join(stage.modules for stage in plan.stages)
-    yield "pins", ", ".join(plan.pins) or "none"
-    yield "rules", "; ".join(_rule_lines(plan)) or "of the table"
-    yield "recomputed", ", ".join(str(row[0]) for row in _grouped((key,) for key in plan.recomputed)) or "none"
-    yield "step_s", estimate.objective_s
-    yield "bound_s", estimate.bound_s
-    yield "status", estimate.status
-    yield "peak_bytes", max((row.peak for row in estimate.memory), default=0)
-    yield "sent_bytes", sum(row.bytes_per_step for row in estimate.collectives)
-
-
-def _sent(plan: Plan) -> dict[str, int]:
-    return {f"{row.axis} {row.kind}": row.bytes_per_step for row in plan.estimate.collectives}
-
-
 # -- keys --------------------------------------------------------------------------------------------------------
-def _path(key: str) -> str:
-    """The module path of a node key, `"blocks.0.up/linear/forward#0"` or `"param:blocks.0.up.weight"`."""
-    kind, colon, name = key.partition(":")
-    return name.rpartition(".")[0] if colon and "/" not in kind else key.partition("/")[0]
+def module_path(key: str) -> str:
+    """The module path of a node key: `"blocks.0.up/linear/forward#0"`, `"blocks.0:norm/mul/forward#0"` (that runs in
+    block 0), or `"param:blocks.0.up.weight"`."""
+    if "/" not in key:
+        return key.partition(":")[2].rpartition(".")[0]
+    return key.partition("/")[0].rpartition(":")[2]
 
 
 def _op(key: str) -> str:
@@ -260,21 +238,18 @@ def _phase_rank(key: str) -> int:
     return PHASES.index(phase) if phase in PHASES else -1
 
 
-def _is_meant(target: str, key: str) -> bool:
-    return matches_any(key, [target]) or matches_module(target, _path(key))
+def is_meant(target: str, key: str) -> bool:
+    """Whether a node is of the module (path or glob) `target`, or is the one node of that key."""
+    return matches_any(key, [target]) or matches_module(target, module_path(key))
 
 
 def _recompute(plan: Plan, key: str) -> str:
     return "recomputed" if matches_any(key, plan.recomputed) else ""
 
 
-def _class_of(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=[./]|$)|^\d+(?=[./])", "*", name)
-
-
-def _grouped(rows: Iterable[Row]) -> list[Row]:
+def grouped(rows: Iterable[Row]) -> list[Row]:
     """Rows whose names differ in layer numbers only, and agree in the rest, as one with their count."""
-    counts = Counter((_class_of(str(row[0])), *row[1:]) for row in rows)
+    counts = Counter((class_of(str(row[0])), *row[1:]) for row in rows)
     return [(f"{row[0]} ({count})" if count > 1 else row[0], *row[1:]) for row, count in counts.items()]
 
 

@@ -39,6 +39,7 @@ from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
+from autopar.stage_pins import pinned_stages
 from autopar.staging import Staged
 
 PRICES = (0.1, 0.4, 1.6)
@@ -309,6 +310,7 @@ class Trials:
             return _Guess(Cut.single(units), math.inf, False, relaxed)
         layers = relaxed.layers(units, self.may_recompute)
         problem = CutProblem(layers, stages, count, self.capacity, in_flight_of(stages, count))
+        problem = replace(problem, pinned=pinned_stages(self.pins, self.skeletons))
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))

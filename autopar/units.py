@@ -45,6 +45,16 @@ def format_seconds(value: float) -> str:
     return f"{_three_digits(value * 1e9)} ns" if value else "0 s"
 
 
+def signed_seconds(value: float) -> str:
+    """A difference: `"+12.3 ms"`, `"-1.00 s"`."""
+    return f"+{format_seconds(value)}" if value > 0 else format_seconds(value)
+
+
+def signed_bytes(value: float) -> str:
+    """A difference: `"+1.50 GiB"`, `"-12 B"`."""
+    return f"+{format_bytes(value)}" if value > 0 else format_bytes(value)
+
+
 def _three_digits(value: float) -> str:
     digits = max(0, 2 - max(0, len(str(int(abs(value)))) - 1))
     return f"{value:.{digits}f}"

@@ -157,11 +157,35 @@ def test_plan_prints_json_alone_and_the_file_holds_the_plan(capsys, model):
     assert json.loads((model / "plan.json").read_text())["mesh"] == data["mesh"]
 
 
+def test_the_best_plans_have_a_table_and_a_file_each(capsys, model):
+    status, out, err = run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--best", "3", "-o", "plan.json")
+    assert status == 0, err
+    assert "the best plans" in out and {"plan.json", "plan.2.json"} <= {file.name for file in model.iterdir()}
+    data = json.loads(run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--best", "2", "--json")[1])
+    assert [each["mesh"] for each in data["plans"]] == [
+        json.loads((model / name).read_text())["mesh"] for name in ("plan.json", "plan.2.json")
+    ]
+
+
 def test_a_given_plan_is_for_its_cluster_and_stands_as_it_is(capsys, model):
     run(capsys, "plan", "model.py:step", "-c", "2xcpu", "-o", "plan.json")
     verify = ["verify", "model.py:step", "--plan", "plan.json"]
     assert "the plan is for 2xcpu" in refused(capsys, *verify, "-c", "4xcpu")
     assert "leave them or --plan out" in refused(capsys, *verify, "-c", "2xcpu", "--pin", "dp=2")
+
+
+def test_explain_with_the_model_prices_alternatives(capsys, model):
+    run(capsys, "plan", "model.py:step", "-c", "2xcpu", "--pin", "tp=2", "-o", "plan.json")
+    status, out, err = run(capsys, "explain", "plan.json", "up", "--model", "model.py:step", "--json")
+    assert status == 0, err
+    rows = json.loads(out)["alternatives"]
+    assert {row["why"] == "chosen" for row in rows} == {True, False}
+    status, out, _ = run(capsys, "explain", "plan.json", "up")
+    assert status == 0 and "add --model MODEL" in out
+    assert "nearest limit: stage 0 at " in run(capsys, "explain", "plan.json")[1]
+    assert "of which part?" in refused(capsys, "explain", "plan.json", "--model", "model.py:step")
+    other = ["explain", "plan.json", "up", "--model", "model.py:step", "--batch", "16"]
+    assert "the plan is for another step" in refused(capsys, *other)
 
 
 def test_build_leaves_other_folders_alone(capsys, model):

@@ -28,7 +28,14 @@ def test_one_string_and_a_list_say_the_same():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tp=2", "zero=0, recompute=none", "dp=2, microbatches=4, a.*: dp=batch, a.*: tp=in"]
+    "text",
+    [
+        "",
+        "tp=2",
+        "zero=0, recompute=none",
+        "dp=2, microbatches=4, a.*: dp=batch, a.*: tp=in",
+        "a.*: tp=in, a.*: stage=0, b: stage=12",
+    ],
 )
 def test_text_parses_back(text):
     assert str(parse_pins(text)) == text
@@ -58,6 +65,9 @@ def test_nothing_pinned():
         ("tp=2 tp=4", "contradicts an earlier pin, which says 2"),
         ("zero=1, zero=2", "contradicts"),
         ("a: tp=in, a: tp=out", "contradicts"),
+        ("a: stage=0, a: stage=1", "contradicts an earlier pin, which says 0"),
+        ("a: stage=first", "whole number of at least 0"),
+        ("stage=1", "Write 'GLOB: stage=1'"),
     ],
 )
 def test_malformed_pins_are_named(text, message):
@@ -84,6 +94,7 @@ def test_globs_match_modules_and_what_is_in_them():
         ("layers.*: ep=in", "no such mesh axis"),
         ("layer.*.mlp: tp=out", "matches no module of the model; modules near it: layers.0.mlp"),
         ("recompute=blocks.*", "matches no module"),
+        ("blocks.*: stage=1", "matches no module"),
     ],
 )
 def test_pins_that_match_nothing(text, message):

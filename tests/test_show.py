@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar import show
+from autopar import differing, show
 from autopar.errors import PlanError
 from autopar.units import format_bytes, format_seconds, parse_bytes
 from tests.small_plan import small_plan
@@ -60,7 +60,7 @@ def test_rules_that_the_table_lacks_have_a_line_each():
     assert captions[-1] == "found by experiment: my.up: a b -> a b; linear 0"
     assert ("rules", "of the table", "registered: my.norm: [a] -> [a]") in [
         tuple(row.values())
-        for row in show.json_tables(show.difference(plan(), replace(with_rules, found_rules={})))["plan"]
+        for row in show.json_tables(differing.difference(plan(), replace(with_rules, found_rules={})))["plan"]
     ]
 
 
@@ -72,16 +72,16 @@ def test_explain_nothing():
 
 
 def test_difference_is_in_seconds_and_bytes():
-    tables = show.json_tables(show.difference(plan(), small_plan("pp=2 tp=2", "4xcpu", step_s=0.01, up="tp=o")))
+    tables = show.json_tables(differing.difference(plan(), small_plan("pp=2 tp=2", "4xcpu", step_s=0.01, up="tp=o")))
     assert {"what": "step_s", "before": 0.02, "after": 0.01} in tables["plan"]
     assert {"what": "mesh", "before": "pp=2 dp=2", "after": "pp=2 tp=2"} in tables["plan"]
     assert tables["choices"] == [{"nodes": "layers.*.up/linear/forward#0 (2)", "before": "dp=b", "after": "tp=o"}]
-    text = show.tables_text(show.difference(plan(), plan(step_s=0.01)))
+    text = show.tables_text(differing.difference(plan(), plan(step_s=0.01)))
     assert "20.0 ms  10.0 ms" in text
 
 
 def test_equal_plans_have_no_difference():
-    assert not any(show.json_tables(show.difference(plan(), plan())).values())
+    assert not any(show.json_tables(differing.difference(plan(), plan())).values())
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,22 @@ class Strategy:
     is_reused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an edge's seconds are for: a value on its way from one layout to another (see `solve.spent`)."""
+
+    width: int
+    """Bytes of an element."""
+    source: tuple[list[Layout], np.ndarray]
+    """Distinct layouts, and which of them each strategy of the edge's source leaves."""
+    target: tuple[list[Layout], np.ndarray]
+    times: int = 1
+    crosses: bool = False
+    """Whether it goes on to another stage, too."""
+    is_again: bool = False
+    """Whether all of it is for what is computed again; then it moves from the edge's target to its source."""
+
+
 @dataclass(slots=True)
 class BuiltProblem:
     """The problem with what its indices mean."""
@@ -89,6 +105,10 @@ class BuiltProblem:
     strategies: list[list[Strategy]]
     limit_stages: tuple[int, ...]
     """The stage of each limit."""
+    moves: tuple[Moved, ...]
+    """What moves on each edge."""
+    setting: Setting
+    """What it is priced for."""
 
     def choices(self, solution: Sequence[int]) -> dict[str, Choice]:
         """Node key → choice."""
@@ -195,6 +215,7 @@ class _Builder:
     """What was derived from strategies (one list object for all alike nodes), by what it is."""
     matrices: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int], np.ndarray] = field(default_factory=dict)
     edges: list[abstract.Edge] = field(default_factory=list)
+    moves: list[Moved] = field(default_factory=list)
     modes: Modes | None = None
     wanted: Wanted | None = None
     moments: list[Moment] = field(default_factory=list)
@@ -235,6 +256,8 @@ class _Builder:
             self.graph_nodes,
             self.strategies,
             tuple(moment.stage for moment in self.moments),
+            tuple(self.moves),
+            self.setting,
         )
 
     def _find_homes(self) -> None:
@@ -371,6 +394,7 @@ class _Builder:
         if (*key, times) not in self.derived:
             self.derived[*key, times] = self.derived[key] * times
         self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], self.derived[*key, times], row))
+        self.moves.append(Moved(width, source, target, times, crosses))
 
     def _runs(self, node: Node) -> int:
         """How often the backward moves the operands of what it computes again."""
@@ -419,10 +443,12 @@ class _Builder:
             if shared is None:
                 continue
             (here, which_here), (there, which_there) = self._result(node), self._result(shared)
-            prices = self._prices(tuple(there), tuple(here), node.meta["val"].element_size()).T
+            width = node.meta["val"].element_size()
+            prices = self._prices(tuple(there), tuple(here), width).T
             full = np.where(self._in_mode(node, Mode.AGAIN)[:, None] > 0, prices[which_here][:, which_there], 0.0)
             full = full * self._times(node)
             self.edges.append(abstract.Edge(self.index[node], self.index[shared], full, self._row(node)))
+            self.moves.append(Moved(width, (here, which_here), (there, which_there), self._times(node), is_again=True))
 
     def _copy_rule(self, full: np.ndarray, relay: Node) -> np.ndarray:
         """A relay that holds no copy keeps the parameter's layout."""
@@ -448,6 +474,7 @@ class _Builder:
             same = np.array([[a == b for b in here] for a in there])[which_there][:, which_here]
             full = np.where(reused[None, :] & ~same, np.inf, 0.0)
             self.edges.append(abstract.Edge(self.index[twin], self.index[node], full, self._row(node)))
+            self.moves.append(Moved(node.meta["val"].element_size(), (there, which_there), (here, which_here)))
 
     def _holds_copy(self, node: Node) -> Array:
         return self._flags(node, "copy", lambda option: option.holds_copy)

@@ -55,6 +55,8 @@ class Model:
     room: dict[int, float] = field(default_factory=dict)
     trail: list[Step] = field(default_factory=list)
     loss: float = 0.0
+    asked: frozenset[int] = frozenset()
+    """Nodes of which every strategy that is allowed stays: neither eliminated nor without what is never best."""
     touched: set[int] = field(default_factory=set)
 
     @classmethod

@@ -123,6 +123,8 @@ def _eliminate_up_to(model: Model, degree: int, waiting: set[int]) -> None:
 
 
 def _is_eliminable(model: Model, node: int, degree: int) -> bool:
+    if node in model.asked:
+        return False
     if len(model.alive[node]) == 1:
         return True
     links = model.links[node]
@@ -211,7 +213,7 @@ def _shift(model: Model, node: int, other: int, row: int, matrix: Array) -> Arra
 def drop_dominated(model: Model, nodes: Iterable[int]) -> None:
     """Drops strategies that another one replaces at no cost, whatever the neighbours choose."""
     for node in nodes:
-        if len(model.alive[node]) < 2:
+        if len(model.alive[node]) < 2 or node in model.asked:
             continue
         replaces, loss = _replacements(model, node)
         keep = _undominated(replaces)

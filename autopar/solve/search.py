@@ -104,10 +104,11 @@ def solve(
     if hint is not None:
         state.offer(hint)
     bound = _bound(state)
-    return _solution(state, bound, time.monotonic() - begin)
+    return solution_of(state, bound, time.monotonic() - begin)
 
 
-def _solution(state: State, bound: float, seconds: float) -> Solution:
+def solution_of(state: State, bound: float, seconds: float) -> Solution:
+    """The best choice offered so far, with the bound that was proven."""
     if state.choice is None:
         status = "infeasible" if math.isinf(bound) and bound > 0 else "unknown"
         return Solution((), math.inf, bound, status, seconds)
@@ -273,6 +274,12 @@ def min_limit_usage(problem: Problem, *, time_limit_s: float = 30.0) -> dict[str
     """The least bytes that each limit alone can be brought down to (a proven bound); infinite if nothing is allowed."""
     found = [solve(_usage_problem(problem, index), gap=EXACT, time_limit_s=time_limit_s) for index in _limits(problem)]
     return {limit.name: limit.constant + _proven(least) for limit, least in zip(problem.limits, found, strict=True)}
+
+
+def least_overflow(problem: Problem, *, time_limit_s: float = 30.0) -> tuple[int, ...]:
+    """A choice whose greatest usage beyond a limit is least; empty when nothing is allowed."""
+    found = solve(_overflow_problem(problem), gap=1e-3, time_limit_s=time_limit_s)
+    return found.choice[: len(problem.nodes)]
 
 
 def min_overflow(problem: Problem, *, time_limit_s: float = 30.0) -> float:

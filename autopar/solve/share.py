@@ -88,12 +88,14 @@ class Shared:
         return tuple(choice[group] for group in self.group) if choice else ()
 
 
-def share(built: BuiltProblem) -> Shared:
-    """The quotient of `built` by its equal layers."""
+def share(built: BuiltProblem, chosen: Sequence[int] = ()) -> Shared:
+    """The quotient of `built` by its equal layers; with a choice, by those that `chosen` treats alike."""
     numbers: dict[Hashable, int] = {}
     keys = canonical_keys(built.nodes[0].graph)
     entries = zip((keys[node] for node in built.nodes), built.plain, built.strategies, strict=True)
-    group = tuple(numbers.setdefault(_signature(*entry), len(numbers)) for entry in entries)
+    apart = chosen or [0] * len(built.nodes)
+    signatures = ((pick, _signature(*entry)) for pick, entry in zip(apart, entries, strict=True))
+    group = tuple(numbers.setdefault(each, len(numbers)) for each in signatures)
     members: dict[int, list[abstract.Node]] = defaultdict(list)
     for number, node in zip(group, built.problem.nodes, strict=True):
         members[number].append(node)

@@ -8,7 +8,7 @@ A step of 1F1B with M microbatches takes (M - 1) * (slowest stage) + sum over st
 minimises that, under each stage's memory: the sum over its layers of static + microbatches in flight * saved.
 
 Invariants:
-- stages are contiguous, in order, and none is empty;
+- stages are contiguous, in order, and none is empty; a layer that is pinned is on its stage;
 - a layer has one point or several (for instance with and without recompute), and the cheapest points that fit together
   are chosen per stage;
 - exact, except that a stage's front of more than `MAX_FRONT` points has its memory rounded up by capacity / 2^14 per
@@ -57,6 +57,8 @@ class CutProblem:
     in_flight: tuple[int, ...]
     stage_seconds: tuple[float, ...] = ()
     stage_bytes: tuple[float, ...] = ()
+    pinned: tuple[int | None, ...] = ()
+    """The stage of each layer that has to be on one; empty where none has to."""
 
     def own_seconds(self, stage: int) -> float:
         return self.stage_seconds[stage] if self.stage_seconds else 0.0
@@ -93,7 +95,8 @@ def cut_layers(problem: CutProblem) -> Cut | None:
     For each bound on the slowest stage, from the least feasible one up, the cheapest sum under that bound by dynamic
     programming over (stage, layer); stops when the bound alone costs more than the best cut.
     """
-    times = np.array([_segment_seconds(problem, stage) for stage in range(problem.num_stages)])
+    stages = range(problem.num_stages)
+    times = np.array([_segment_seconds(problem, stage) + _pinned_away(problem, stage) for stage in stages])
     least = _cheapest_sum(times)
     if not math.isfinite(least[0]):
         return None
@@ -161,6 +164,14 @@ def _segment_seconds(problem: CutProblem, stage: int) -> Array:
                 break
             result[start, end] = front.seconds[-1] + _fixed_seconds(problem, stage, end)
     return result
+
+
+def _pinned_away(problem: CutProblem, stage: int) -> Array:
+    """[start, end]: infinite where one of the layers start..end-1 has to be on another stage, otherwise 0."""
+    if not problem.pinned:
+        return np.zeros((1, 1))
+    away = np.cumsum([0, *(pin not in (None, stage) for pin in problem.pinned)])
+    return np.where(away[None, :] == away[:, None], 0.0, np.inf)
 
 
 def _fixed_seconds(problem: CutProblem, stage: int, end: int) -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autopar.solve.stages import CutProblem, Layer, Point, cut_layers, cut_lower_bound, evaluate_cut
+from autopar.stage_pins import can_cut
 
 
 def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -17,9 +19,9 @@ def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     return [tuple(np.diff((0, *cut, num_layers)).tolist()) for cut in cuts]
 
 
-def best_by_force(problem: CutProblem) -> float:
+def best_by_force(problem: CutProblem, cuts: list[tuple[int, ...]] | None = None) -> float:
     best = math.inf
-    for counts in every_cut(len(problem.layers), problem.num_stages):
+    for counts in every_cut(len(problem.layers), problem.num_stages) if cuts is None else cuts:
         for points in itertools.product(*(range(len(layer.points)) for layer in problem.layers)):
             cut = evaluate_cut(problem, counts, points)
             if max(cut.bytes) <= problem.capacity:
@@ -59,6 +61,27 @@ def test_equals_brute_force() -> None:
         assert cut.objective == pytest.approx(expected), seed
         assert max(cut.bytes) <= problem.capacity and sum(cut.counts) == len(problem.layers)
     assert min(outcomes.values()) > 20, outcomes
+
+
+def test_pinned_layers_are_where_they_are_pinned() -> None:
+    """Against brute force over the cuts that keep to the pins, with and without a memory limit."""
+    outcomes = {True: 0, False: 0}
+    for seed in range(120):
+        rng, free = np.random.default_rng(seed + 1000), random_cut_problem(seed)
+        pinned = tuple(int(rng.integers(free.num_stages)) if rng.random() < 0.3 else None for _ in free.layers)
+        problem = replace(free, pinned=pinned, capacity=math.inf if seed % 2 else free.capacity)
+        kept = [counts for counts in every_cut(len(free.layers), free.num_stages) if keeps(pinned, counts)]
+        expected, cut = best_by_force(replace(problem, pinned=()), kept), cut_layers(problem)
+        outcomes[cut is not None] += 1
+        assert can_cut(pinned, free.num_stages) == bool(kept), (seed, pinned)
+        assert (cut.objective if cut is not None else math.inf) == pytest.approx(expected), seed
+        assert cut is None or keeps(pinned, cut.counts)
+    assert min(outcomes.values()) > 20, outcomes
+
+
+def keeps(pinned: tuple[int | None, ...], counts: tuple[int, ...]) -> bool:
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return all(pin in (None, stage) for pin, stage in zip(pinned, stages, strict=True))
 
 
 def test_even_layers_are_cut_evenly() -> None:

@@ -90,7 +90,9 @@ _STEP_OPTIONS = (
     click.option("--batch", type=click.IntRange(1), help="Samples of one optimizer step."),
     click.option("--seq", type=click.IntRange(1), help="Tokens of one sample."),
     click.option("--microbatches", type=_Count(), help="Microbatches of one step; auto: what is fastest."),
-    click.option("--precision", type=click.Choice(["fp32", "mixed"]), help="Default: what the factory says."),
+    click.option(
+        "--precision", type=click.Choice(["fp32", "mixed", "mixed-bf16-sums"]), help="Default: what the factory says."
+    ),
     click.option("--clip-norm", type=float, help="Clip the norm of all gradients together to this."),
 )
 """What the command line says about the step."""

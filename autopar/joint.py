@@ -260,7 +260,9 @@ class _Joiner:
     def _accumulated(self, node: Node, parameter: Node) -> Node:
         value = self.env[node, self.stage[node]]
         if self.microbatches > 1:
-            value = self._cast(value, self._gradient_dtype(parameter), "backward", value.meta["stage"], "microbatch")
+            if not self.captured.narrow_sums:
+                dtype = self._gradient_dtype(parameter)
+                value = self._cast(value, dtype, "backward", value.meta["stage"], "microbatch")
             value = self._call(accumulate, (value,), value, "backward", value.meta["stage"], "microbatch")
             value.meta["path"] = parameter.meta["path"]
         value.meta["gradient_of"] = parameter.meta["role"].name

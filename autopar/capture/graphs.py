@@ -105,6 +105,8 @@ class Captured:
     """Lines of the loss's terms that are averaged over microbatches, not computed over the whole batch."""
     clip_norm: float | None = None
     """What the norm of all gradients together is clipped to, before the updates."""
+    narrow_sums: bool = False
+    """Whether gradients are summed over microbatches in their own dtype, not in that which the optimizer takes."""
     constants: dict[str, Tensor] = field(default_factory=dict)
     """Values of `buffer` placeholders that the model doesn't own: constants made in the forward ("_constant0")."""
 
@@ -180,6 +182,8 @@ def _lines(captured: Captured) -> Iterator[str]:
     yield repr(sorted((name, sorted(state.items())) for name, state in captured.initial_state.items()))
     if captured.clip_norm is not None:
         yield f"clip_norm {captured.clip_norm!r}"
+    if captured.narrow_sums:
+        yield "narrow_sums"
     for name, value in sorted(captured.constants.items()):
         yield f"{name} {value.dtype} {value.tolist()}"
 

@@ -30,6 +30,8 @@ from autopar.errors import CaptureError
 
 Optimizer = torch.optim.Optimizer
 
+PRECISIONS = ("fp32", "mixed", "mixed-bf16-sums")
+
 
 class ForwardStep:
     """The forward of a model on a batch."""
@@ -178,7 +180,8 @@ class TrainStep(ForwardStep):
         than the model's forward takes.
         `optimizer(params)`: any `torch.optim` optimizer; AdamW by default.
         `microbatches`: into how many parts the batch goes; "auto" leaves it to the planner.
-        `precision`: "fp32", or "mixed": bf16 parameters and gradients, fp32 master parameters and optimizer state.
+        `precision`: "fp32"; "mixed": bf16 parameters and gradients, fp32 master parameters and optimizer state, and
+        gradients are summed over microbatches in fp32; "mixed-bf16-sums": in bf16.
         `clip_norm`: the 2-norm of all gradients that the optimizer takes is clipped to this, as by
         `torch.nn.utils.clip_grad_norm_`; a step's metrics then have `grad_norm`, the norm before that.
         Raises `CaptureError` when `microbatches` doesn't divide the batch, or for an unknown precision.
@@ -190,11 +193,16 @@ class TrainStep(ForwardStep):
         self.precision = precision
         self.clip_norm = clip_norm
         super().__init__(model, batch)
-        if precision not in ("fp32", "mixed"):
-            raise CaptureError(f"precision={precision!r}: expected 'fp32' or 'mixed'")
+        if precision not in PRECISIONS:
+            raise CaptureError(f"precision={precision!r}: expected one of {', '.join(map(repr, PRECISIONS))}")
         if clip_norm is not None and not clip_norm > 0:
             raise CaptureError(f"clip_norm={clip_norm!r}: expected a number above 0, or None for no clipping")
         check_divides(batch_size(self.batch_tensors()), self.microbatches)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether parameters are computed with in bf16."""
+        return self.precision != "fp32"
 
     @property
     def trainable_names(self) -> tuple[str, ...]:
@@ -222,7 +230,7 @@ class TrainStep(ForwardStep):
         named = dict(self.model.named_parameters())
         group_of = self.group_of
         wanted = {name: (named[name], group_of[name]) for name in updated}
-        updates = capture_updates(self.optimizer, wanted, mixed=self.precision == "mixed")
+        updates = capture_updates(self.optimizer, wanted, mixed=self.is_mixed)
         return Captured(
             gradient=traced.graph,
             gradient_outputs=traced.outputs,
@@ -234,17 +242,24 @@ class TrainStep(ForwardStep):
             options=updates.options,
             initial_state=updates.initial_state,
             clip_norm=self.clip_norm,
+            narrow_sums=self.precision == "mixed-bf16-sums",
             constants=traced.constants,
         )
 
     def _request(self) -> Request:
-        mixed = self.precision == "mixed"
         trainable = tuple(self.group_of)
         if not trainable:
             raise CaptureError("no parameter to train: none requires a gradient, or the optimizer holds none that does")
         whole = {Role("batch", name): tensor for name, tensor in self.batch_tensors().items()}
         return Request(
-            self.model, self.form, self._inputs(), trainable, self.loss, self.microbatches, mixed, whole_batch=whole
+            self.model,
+            self.form,
+            self._inputs(),
+            trainable,
+            self.loss,
+            self.microbatches,
+            self.is_mixed,
+            whole_batch=whole,
         )
 
     @property

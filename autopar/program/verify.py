@@ -241,7 +241,7 @@ def _captured_against_eager(
 ) -> Iterator[Difference]:
     if not isinstance(step, TrainStep):
         return
-    eager, mixed = EagerStep(step, weights, seed), step.precision == "mixed"
+    eager, mixed = EagerStep(step, weights, seed), step.is_mixed
     reference = Reference(captured, step.microbatches, _native_values(step, captured, _copies(weights)))
     for index in range(num_steps):
         keys = random_keys(seed, index, step.microbatches)
@@ -293,7 +293,7 @@ class EagerStep:
 
         In mixed precision, at the rounded parameters.
         """
-        masters = {p: p.data for p in self.model.parameters()} if self.source.precision == "mixed" else {}
+        masters = {p: p.data for p in self.model.parameters()} if self.source.is_mixed else {}
         for parameter, master in masters.items():
             parameter.data = master.to(torch.bfloat16).to(master.dtype) if master.is_floating_point() else master
         try:

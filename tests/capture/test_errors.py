@@ -103,7 +103,7 @@ def test_model_of_another_type(model: Any) -> None:
 
 
 def test_optimizer_and_precision() -> None:
-    with pytest.raises(CaptureError, match="expected 'fp32' or 'mixed'"):
+    with pytest.raises(CaptureError, match="expected one of 'fp32', 'mixed', "):
         TrainStep(models.GPT(), models.token_batch(), precision="fp8")
     with pytest.raises(CaptureError, match="got int"):
         TrainStep(models.GPT(), models.token_batch(), optimizer=lambda ps: 3).capture()  # type: ignore[arg-type,return-value]

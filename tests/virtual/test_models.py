@@ -11,7 +11,17 @@ from autopar.capture.step import ForwardStep, TrainStep
 from autopar.compiling import compile
 from autopar.planning import plan
 from autopar.program.verify import VerifyReport, verify
-from tests.virtual.step_models import BATCH, LENGTH, VOCAB, adamw, step_of, token_batch, weights_of
+from tests.virtual.step_models import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    Perceptrons,
+    adamw,
+    momentum,
+    step_of,
+    token_batch,
+    weights_of,
+)
 
 CASES = [
     ("gpt", 1, "2xcpu", ""),
@@ -72,6 +82,13 @@ def test_a_gradient_that_is_zero_but_for_rounding() -> None:
 
 def test_a_bias_before_a_norm_has_such_a_gradient_too() -> None:
     report = verified(step_of("convnet", 1), "2xcpu", "dp=2", 1)
+    assert report.ok, str(report)
+
+
+def test_gradients_summed_in_bf16() -> None:
+    torch.manual_seed(0)
+    step = TrainStep(Perceptrons(8), token_batch(), optimizer=momentum, microbatches=2, precision="mixed-bf16-sums")
+    report = verified(step, "2xcpu", "dp=2, zero=2", 1)
     assert report.ok, str(report)
 
 

@@ -43,7 +43,7 @@ from autopar.units import format_bytes, parse_bytes
 CUT_GAP = 1e-2
 """A mesh whose bound is within this part of the best plan isn't solved: so much the search leaves open."""
 
-GUESS_GAP = 5e-2
+GUESS_GAP = 1e-2
 """A mesh whose layers, put together in their fastest layouts, take more than the best plan by this part isn't planned:
 the search leaves open what its bound says."""
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.bounds import BOUND_GAP, BOUND_TIME_S, Bounds, in_flight_of
+from autopar.bounds import BOUND_TIME_S, Bounds, in_flight_of
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
@@ -41,6 +41,9 @@ from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
 from autopar.stage_pins import pinned_stages
 from autopar.staging import Staged
+
+LAYOUT_GAP = 2e-2
+"""How near to the best the layouts of pipelines are, whose stages can't be cut as evenly as a bound assumes."""
 
 PRICES = (0.1, 0.4, 1.6)
 """Of memory, where it binds: the part of the step's time that all of a device's memory is worth."""
@@ -126,7 +129,7 @@ class Trials:
         built = build_problem(step, setting)
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         is_only_a_bound = mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
-        gap, time_limit_s = (BOUND_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
+        gap, time_limit_s = (LAYOUT_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
         solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
         return Relaxed(solution.bound, setting, step.cut.units, step.repeats, built, solution)
 
@@ -301,7 +304,7 @@ class Trials:
                 node = replace(node, cost=node.cost + price * held / weights[node.row])
             nodes.append(node)
         priced = replace(problem, nodes=tuple(nodes))
-        solution = solve_shared(relaxed.built, priced, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S)
+        solution = solve_shared(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=BOUND_TIME_S)
         return replace(relaxed, solution=solution)
 
     def _put_together(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:

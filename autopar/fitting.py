@@ -27,7 +27,8 @@ ROOM = 0.02
 """Share of the memory that is left unused without a look at whether less could be computed again."""
 
 STEP = 0.005
-"""Share of the memory by which a limit is tightened beyond what was unseen, so that the next plan differs."""
+"""Share of the memory by which a limit is tightened beyond what was unseen, so that the next plan differs; twice as
+much each time, since the peak may fall by less than what the limit counts."""
 
 
 class Lowered(Protocol):
@@ -82,6 +83,7 @@ class Fitting(Generic[Found]):
         """Solved again and again, the limits less what they didn't see (`unseen` bytes a stage) of the plan before."""
         solvable = unseen
         bound = math.inf  # that of the first limits: what is unseen of one plan may not be of another
+        more = STEP * self.capacity
         for _ in range(TRIES):
             solution = self.solve(self._limited(unseen))
             if not solution.choice and unseen is solvable:
@@ -97,7 +99,7 @@ class Fitting(Generic[Found]):
                 found = self.lowered(replace(solution, bound=min(bound, solution.bound)))
                 if self.fits(found):
                     return self._loosened(found)
-                unseen = self._unseen(found, STEP * self.capacity)
+                unseen, more = self._unseen(found, more), 2 * more
         return None
 
     def _loosened(self, found: Found) -> Found:

@@ -175,6 +175,8 @@ class _Search:
             _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
                 self._cut(each, "its bound is no better than the best plan")
+                if not each.is_bounded:
+                    self._push_next(each)
             elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._worst_s:
                 self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
             elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
@@ -194,10 +196,13 @@ class _Search:
         heapq.heappush(self.queue, (each.promise, next(self.arrivals), each))
 
     def _bound(self, each: _Open) -> None:
-        """A bound by its layers; with it comes the same mesh at the next number of microbatches."""
         self.progress(f"bounding {each.mesh}, {each.count} microbatches")
         each.bound, each.is_bounded = max(each.bound, self._trials(each.count).bounds.layer_s(each.mesh)), True
         self._push(each)
+        self._push_next(each)
+
+    def _push_next(self, each: _Open) -> None:
+        """The same mesh at the next number of microbatches."""
         following = next((count for count in self.counts if count > each.count), None)
         if following is not None:
             self._push(_Open(each.mesh, following, _inherited(each, following)))

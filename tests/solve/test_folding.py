@@ -298,7 +298,8 @@ def test_few_stages_stand_for_many() -> None:
     small, large = (plan(s, "10xcpu", pin="pp=5, tp=2") for s in (chain_step(model, is_folded=True), whole))
     assert small.node_stage == large.node_stage
     assert small.choices == large.choices and small.recomputed == large.recomputed
-    assert small.estimate.memory == large.estimate.memory
+    rows, expected = ([replace(row, where="") for row in p.estimate.memory] for p in (small, large))
+    assert rows == expected
     assert small.estimate.bubble_fraction == pytest.approx(large.estimate.bubble_fraction)
     # but for the scalars of the gradient norm, which every stage sends to every other
     assert small.estimate.step_s["microbatches"] == pytest.approx(large.estimate.step_s["microbatches"])

@@ -44,8 +44,8 @@ CUT_GAP = 1e-2
 """A mesh whose bound is within this part of the best plan isn't solved: so much the search leaves open."""
 
 GUESS_GAP = 1e-2
-"""A mesh whose layers, put together in their fastest layouts, take more than the best plan by this part isn't planned:
-the search leaves open what its bound says."""
+"""A pipeline whose layers, put together in the best layouts known, don't take less than the best plan by more than this
+part isn't planned: the search leaves open what its bound says."""
 
 MOST_TIMES = 8
 """How many times the least number of microbatches are looked at."""
@@ -140,6 +140,10 @@ class _Open:
         guess = self.guess * (1 - CUT_GAP) if math.isfinite(self.guess) else 0.0
         return math.isinf(self.guess), max(self.bound, guess)
 
+    def is_no_better(self, step_s: float) -> bool:
+        """Whether a pipeline's guess tells that no plan of it takes less; layouts of one stage are searched in full."""
+        return self.mesh.num_stages > 1 and math.isfinite(self.guess) and self.guess * (1 - GUESS_GAP) >= step_s
+
 
 @dataclass(slots=True)
 class _Search:
@@ -177,8 +181,10 @@ class _Search:
                 self._cut(each, "its bound is no better than the best plan")
                 if not each.is_bounded:
                     self._push_next(each)
-            elif math.isfinite(each.guess) and each.guess * (1 - GUESS_GAP) >= self._worst_s:
+            elif each.is_no_better(self._worst_s):
                 self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
+            elif each.relaxed is not None and each.mesh.num_stages > 1 and not each.relaxed.solution.choice:
+                self._cut(each, "its relaxed problem wasn't solved in time")
             elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
                 self._bound(each)
             elif each.relaxed is None:
@@ -208,12 +214,15 @@ class _Search:
             self._push(_Open(each.mesh, following, _inherited(each, following)))
 
     def _relax(self, each: _Open) -> None:
+        """The relaxed problem's solution, unless its bound tells first that what was guessed of another mesh is better:
+        then that comes first, and this may have to be looked at again."""
         self.progress(f"relaxing {each.mesh}, {each.count} microbatches")
         trials = self._trials(each.count)
-        relaxed = trials.relaxed(each.mesh, self._cutoff)
-        each.relaxed, each.bound = relaxed, max(each.bound, relaxed.bound)
-        if each.bound < self._cutoff:
-            each.guess = trials.guess_s(each.mesh, relaxed)
+        cutoff = min([self._cutoff, *(other.guess for *_, other in self.queue if other.relaxed is not None)])
+        relaxed = trials.relaxed(each.mesh, cutoff)
+        each.bound, each.is_bounded = max(each.bound, relaxed.bound), True
+        if each.bound < cutoff:
+            each.relaxed, each.guess = relaxed, trials.guess_s(each.mesh, relaxed)
         self._push(each)
 
     def _plan(self, each: _Open, relaxed: Relaxed) -> None:

@@ -32,7 +32,7 @@ from autopar.errors import PlanError, RuleError
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.rules.notation import read_rule
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LINE_LENGTH = 120
 STATUSES = ("optimal", "feasible")
 

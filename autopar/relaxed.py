@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.capture.runs import Repeats
-from autopar.layers import homes_of
+from autopar.layers import blocks_of, homes_of
 from autopar.mesh import Mesh
 from autopar.rules.nodes import is_view, op_name
 from autopar.solve.build import BuiltProblem, Setting, left_layout
@@ -108,23 +108,32 @@ def fill(mesh: Mesh, microbatches: int) -> float:
 
 
 def units_of_nodes(nodes: Sequence[Node], units: tuple[str, ...]) -> dict[Node, int]:
-    """The unit of each node: that of its layer or module; nodes of no unit belong with the node before them."""
-    where, homes = {unit: i for i, unit in enumerate(units)}, homes_of(nodes[0].graph) if nodes else {}
+    """The unit of each node: that of its layer, or of its module; what runs before the first layer, or after the last,
+    is of the first unit, or the last; other nodes of no unit belong with the node before them."""
+    if not nodes:
+        return {}
+    where, homes, between = (
+        {unit: i for i, unit in enumerate(units)},
+        homes_of(nodes[0].graph),
+        blocks_of(nodes[0].graph),
+    )
+    edges = {"before": 0, "after": len(units) - 1}
     found: dict[Node, int] = {}
     unit = 0
     for node in nodes:
-        unit = where.get(homes[node], _unit_index(node, where, unit))
+        own = where.get(homes[node], _unit_by_path(node, where))
+        unit = edges.get(between.get(node, ""), unit) if own is None else own
         found[node] = unit
     return found
 
 
-def _unit_index(node: Node, where: dict[str, int], before: int) -> int:
+def _unit_by_path(node: Node, where: dict[str, int]) -> int | None:
     path = node.meta.get("path", "")
     while path:
         if path in where:
             return where[path]
         path = path.rpartition(".")[0]
-    return len(where) - 1 if node.meta["phase"] == "backward" and before == 0 else before
+    return None
 
 
 def _brought(nodes: list[Node], unit: dict[Node, int]) -> Iterator[tuple[Node, int]]:

@@ -9,9 +9,9 @@ Of the layers of a run on one stage these are there: the first two and the last 
 be lowered differently for what is next to them, and one between, which stands for all that are left out (of many
 stages, the first, the last, and one between).
 
-Of many stages few are there, too: the first, the second, the last, and the first of each other kind (by how many layers
-it has); the second stands for all of its kind. So it is where values pass from neighbour to neighbour only; otherwise
-all stages are there.
+Of many stages few are there, too: the first, the last, and of those between the first of each kind (by how many layers
+they have), which stands for all of its kind. So it is where values pass from neighbour to neighbour only, and stages
+have layers enough; otherwise all stages are there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Skeletons:
     folded: Folded
     microbatches: int
     rules: Mapping[str, str]
-    made: dict[tuple[Cut, tuple[Numbers, ...]], StepGraph] = field(default_factory=dict)
+    made: dict[tuple[Cut, Likeness, tuple[Numbers, ...]], StepGraph] = field(default_factory=dict)
     likenesses: dict[Cut, Likeness] = field(default_factory=dict)
 
     @property
@@ -136,15 +136,16 @@ class Skeletons:
         return tuple(_chosen(run, cut, likeness) for run in self.folded.runs)
 
     def _made(self, cut: Cut, numbers: tuple[Numbers, ...]) -> StepGraph:
-        if (cut, numbers) not in self.made:
-            captured, likeness, runs = self.folded.at(numbers), self.likeness(cut), self.folded.runs
+        likeness, runs = self.likeness(cut), self.folded.runs
+        if (cut, likeness, numbers) not in self.made:
+            captured = self.folded.at(numbers)
             counts = (_counts(run, own, cut) for run, own in zip(runs, numbers, strict=True))
             repeats = Repeats(runs, numbers, tuple(counts), _twins(cut, likeness), likeness.members)
             place_of = {unit: likeness.like[stage] for unit, stage in zip(cut.units, cut.stages, strict=True)}
             units = units_of(captured.gradient.graph)[0]
             own = Cut(units, tuple(place_of[unit] for unit in units))
-            self.made[cut, numbers] = annotated(captured, self.microbatches, own, self.rules, repeats)
-        return self.made[cut, numbers]
+            self.made[cut, likeness, numbers] = annotated(captured, self.microbatches, own, self.rules, repeats)
+        return self.made[cut, likeness, numbers]
 
 
 def _keys_on_stages(key: str, stage: int, repeats: Repeats) -> Iterator[str]:
@@ -165,9 +166,9 @@ def _chosen(run: Run, cut: Cut, likeness: Likeness) -> Numbers:
         if set(_stages(run, first, cut)) <= set(likeness.kept):
             kept |= {min(first + i, end - 1) for i in range(near + 1)}
             kept |= {max(end - 1 - i, first) for i in range(near)}
-    between = (number for number in run.kept if number not in kept)
+    there = (n for n in range(run.count) if n not in kept and set(_stages(run, n, cut)) <= set(likeness.kept))
     while len(kept) < len(run.kept):  # fewer can't be had
-        kept.add(next(between))
+        kept.add(next(there))
     return tuple(sorted(kept))
 
 
@@ -198,7 +199,7 @@ def _stages(run: Run, number: int, cut: Cut) -> tuple[int, ...]:
 
 # -- stages of a pipeline --------------------------------------------------------------------------------------------
 def _alike(runs: tuple[Run, ...], cut: Cut) -> Likeness:
-    """The first, the second, the last, and the first of each other kind, where no period has blocks on two stages."""
+    """The first, the last, and between them the first of each kind, where no period has blocks on two stages."""
     whole = all(len(set(_stages(run, number, cut))) == 1 for run in runs for number in range(run.count))
     if not runs or not whole:
         return Likeness.none(cut.num_stages)
@@ -206,6 +207,9 @@ def _alike(runs: tuple[Run, ...], cut: Cut) -> Likeness:
     last = cut.num_stages - 1
     firsts = {kinds[stage]: stage for stage in reversed(range(1, last))}
     kept = sorted({0, *firsts.values(), last})
+    there = [sum(set(_stages(run, number, cut)) <= set(kept) for number in range(run.count)) for run in runs]
+    if any(count < len(run.kept) for run, count in zip(runs, there, strict=True)):
+        return Likeness.none(cut.num_stages)  # so few periods can't be had
     return Likeness(
         tuple(kept), tuple(kept.index(s if s in (0, last) else firsts[kind]) for s, kind in enumerate(kinds))
     )

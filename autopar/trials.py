@@ -293,13 +293,14 @@ class Trials:
 
     def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
         """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward
-        values as often as a stage in the middle holds them."""
-        stages = mesh.num_stages
+        values as often as stages hold them on average."""
+        in_flight = in_flight_of(mesh.num_stages, self.microbatches)
+        usual = sum(in_flight) / len(in_flight) / in_flight[0]
         problem = replace(unlimited(relaxed.built.problem), objective=self._relaxed_objective(mesh))
         weights = [term.weight for term in problem.objective]
         nodes = []
         for node, used, of in zip(problem.nodes, relaxed.built.problem.nodes, relaxed.built.nodes, strict=True):
-            price = bytes_s * ((stages + 1) / (2 * stages) if is_forward(of) else 1.0)
+            price = bytes_s * (usual if is_forward(of) else 1.0)
             for held in list(used.memory.values())[:1]:  # where there are two moments, the start of the backward
                 node = replace(node, cost=node.cost + price * held / weights[node.row])
             nodes.append(node)

@@ -211,7 +211,7 @@ def changed(value, *path):
         (PLAN.to_json()[:-20], "plan: not JSON: "),
         ("[]", "plan: expected a JSON object with a plan's fields, got list"),
         ("{}", "plan: field 'format_version' is missing; is this a plan?"),
-        (changed(2, "format_version"), "plan: format_version is 2, expected 1; make the plan anew"),
+        (changed(1, "format_version"), "plan: format_version is 1, expected 2; make the plan anew"),
         (without("mesh"), "plan: field 'mesh' is missing"),
         (without("choices"), "plan: field 'choices' is missing"),
         (without("estimate", "bound_s"), "plan: field 'estimate.bound_s' is missing"),

@@ -197,7 +197,7 @@ def _extend(front: _Front, used: Array, seconds: Array, room: float) -> _Front:
     num_points = len(used)
     all_used = (front.used[:, None] + used).reshape(-1)
     all_seconds = (front.seconds[:, None] + seconds).reshape(-1)
-    if len(all_used) > MAX_FRONT * num_points:
+    if len(all_used) > MAX_FRONT * num_points and math.isfinite(room):
         all_used = np.ceil(all_used * (MEMORY_STEPS / room)) * (room / MEMORY_STEPS)
     order = np.lexsort((all_seconds, all_used))
     order = order[all_used[order] <= room]

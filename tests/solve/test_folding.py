@@ -330,3 +330,36 @@ def test_no_plan_beats_the_bounds_of_its_layers(pins: str) -> None:
     assert trials.bounds.least_s(made.mesh) <= trials.bounds.layer_s(made.mesh) * (1 + 1e-9)
     assert trials.bounds.layer_s(made.mesh) <= made.estimate.objective_s * (1 + 1e-9)
     assert trials.bounds.layer_s(made.mesh) >= 0.3 * made.estimate.objective_s  # it says something
+
+
+def test_a_stage_of_one_layer_each_stands_for_itself() -> None:
+    skeletons = skeletons_of(chain_step(Chain(layers=8), is_folded=True))
+    count = len(skeletons.units)
+    every = skeletons.likeness(Cut.from_boundaries(skeletons.units, list(range(count))))
+    assert every.kept == tuple(range(count))  # of three stages there wouldn't be four layers
+
+
+class Headed(nn.Module):
+    """Most of the work follows the last block, outside of any module that has a stage of its own by its name."""
+
+    def __init__(self, width: int = 16, words: int = 512) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def test_what_follows_the_blocks_is_bound_to_the_last_unit() -> None:
+    step = TrainStep(Headed(), torch.randn(64, 16), microbatches=8)
+    trials = Trials(step, skeletons_of(step), parse_cluster("2xcpu"), parse_pins("pp=2"), 1e9)
+    made = [plan(step, "2xcpu", pin=pins) for pins in ("pp=2", "pp=2, blocks.3: stage=0")]
+    assert trials.skeletons.units[-1] not in ("blocks.3", "head")
+    for each in made:
+        assert trials.bounds.least_s(each.mesh) <= each.estimate.objective_s * (1 + 1e-9)
+    assert made[0].estimate.objective_s <= made[1].estimate.objective_s * 1.02  # the cut sees where the work is

@@ -104,7 +104,7 @@ def test_memory_moves_the_cut_and_slower_points_are_taken_only_where_needed() ->
     assert max(cut.bytes) <= 10.0
 
 
-def test_eighty_layers_and_sixteen_stages_take_no_time() -> None:
+def test_eighty_layers_on_sixteen_stages() -> None:
     rng = np.random.default_rng(0)
     layers = tuple(Layer((Point(1.0 + 0.1 * float(rng.random()), 3.0, 0.25),), 0.01) for _ in range(80))
     cut = cut_layers(CutProblem(layers, 16, 64, 80.0, tuple(range(16, 0, -1))))

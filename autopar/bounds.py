@@ -18,12 +18,11 @@ from torch.fx import Node
 from autopar import markers
 from autopar.capture.runs import Run
 from autopar.joint import StepGraph
-from autopar.layers import homes_of
 from autopar.mesh import Mesh
 from autopar.program.storages import nbytes
 from autopar.relaxed import units_of_nodes
 from autopar.rules.nodes import is_view
-from autopar.solve.build import Setting, build_part
+from autopar.solve.build import Setting, build_part, homes_and_keys
 from autopar.solve.costs import Compute, least_seconds
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Term
@@ -50,7 +49,6 @@ class Bounds:
     alone: Callable[[Mesh], Setting]
     """What a stage of a mesh is priced for, without the pipeline around it."""
     times: dict[Node, int] = field(default_factory=dict)
-    homes: dict[Node, str] = field(default_factory=dict)
     shares: dict[int, dict[str, float]] = field(default_factory=dict)
     once: dict[int, float] = field(default_factory=dict)
 
@@ -119,9 +117,7 @@ class Bounds:
         return self.times
 
     def _homes(self) -> dict[Node, str]:
-        if not self.homes:
-            self.homes.update(homes_of(self.whole.graph))
-        return self.homes
+        return homes_and_keys(self.whole.graph)[0]
 
     def kept_bytes(self) -> float:
         """What the forward of one microbatch leaves to its backward, on all devices together."""

@@ -27,7 +27,8 @@ from autopar.capture.folding import Folded
 from autopar.capture.runs import Numbers, Repeats, Run
 from autopar.compiling import annotated
 from autopar.joint import StepGraph
-from autopar.layers import Cut, homes_of, units_of
+from autopar.layers import Cut, units_of
+from autopar.solve.build import homes_and_keys
 from autopar.solve.held import is_parameter
 
 Value = TypeVar("Value")
@@ -116,8 +117,7 @@ class Skeletons:
 
     def everywhere(self, step: StepGraph, values: Mapping[str, Value]) -> dict[str, Value]:
         """Values by node key, for the layers and stages that are left out as for those that stand for them."""
-        nodes = {node.meta["key"]: node for node in step.graph.nodes if "key" in node.meta}
-        homes = homes_of(step.graph)
+        homes, nodes = homes_and_keys(step.graph)
         found: dict[str, Value] = {}
         for key, value in values.items():
             home = homes[nodes[key]]

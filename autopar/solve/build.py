@@ -261,7 +261,7 @@ class _Builder:
         )
 
     def _find_homes(self) -> None:
-        self.homes, self.by_key = _homes_and_keys(self.step.graph)
+        self.homes, self.by_key = homes_and_keys(self.step.graph)
 
     # -- nodes -------------------------------------------------------------------------------------------------
     def _weighed_nodes(self) -> tuple[abstract.Node, ...]:
@@ -530,7 +530,7 @@ class _Builder:
 
 
 @functools.lru_cache(maxsize=4)
-def _homes_and_keys(graph: Graph) -> tuple[dict[Node, str], dict[str, Node]]:
+def homes_and_keys(graph: Graph) -> tuple[dict[Node, str], dict[str, Node]]:
     """The layer of each node, and nodes by key: every candidate mesh asks for them."""
     return homes_of(graph), {node.meta["key"]: node for node in graph.nodes if "key" in node.meta}
 

@@ -229,8 +229,7 @@ class _Relaxing:
         return None
 
     def _on(self, mesh: Mesh, trials: Trials) -> Found | None:
-        relaxed = trials.relaxed(mesh)
-        return trials.free(mesh, relaxed) or trials.fitted(mesh, relaxed)
+        return trials.planned(mesh, trials.relaxed(mesh))
 
     def _with(self, **changes: Any) -> Trials:
         names = ("step", "skeletons", "cluster", "pins", "capacity")

@@ -228,7 +228,7 @@ class _Search:
     def _plan(self, each: _Open, relaxed: Relaxed) -> None:
         self.progress(f"solving {each.mesh}, {each.count} microbatches")
         trials = self._trials(each.count)
-        self._offer(trials.free(each.mesh, relaxed) or trials.fitted(each.mesh, relaxed), each, trials)
+        self._offer(trials.planned(each.mesh, relaxed), each, trials)
 
     # -- what is searched --------------------------------------------------------------------------------------
     def _counts(self) -> list[int]:

@@ -2,7 +2,7 @@
 
     trials = Trials(step, skeletons, cluster, pins, capacity)
     relaxed = trials.relaxed(mesh)              # seconds that no plan of this mesh beats
-    found = trials.free(mesh, relaxed) or trials.fitted(mesh, relaxed)
+    found = trials.planned(mesh, relaxed)
 
 A mesh's relaxed problem (one stage, no memory limit) gives the bound, the layouts, and the cost of each unit of the
 model, by which the pipeline is cut. Each stage takes over the layouts; what is computed again it decides for itself.
@@ -151,6 +151,10 @@ class Trials:
         return self.skeletons.graph(Cut.single(self.skeletons.units))
 
     # -- plans -------------------------------------------------------------------------------------------------
+    def planned(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
+        """The fastest plan of a mesh that fits, as far as one is found."""
+        return self.free(mesh, relaxed) or self.fitted(mesh, relaxed)
+
     def free(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest regardless of memory, where it fits: without recompute, since computing again saves no time."""
         if mesh.num_stages > 1 and not self._guess(mesh, relaxed).keeps_all:

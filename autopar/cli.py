@@ -12,9 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import sys
@@ -28,6 +30,7 @@ import click
 
 from autopar import __version__
 from autopar.errors import Error, InfeasibleError, PlanError, VerificationError
+from autopar.garbage import collected_seldom
 
 if TYPE_CHECKING:
     from autopar.capture import ForwardStep, TrainStep
@@ -49,6 +52,7 @@ _MODEL_HELP = "MODEL is file.py:factory, a function that returns a TrainStep, or
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits with its status."""
+    atexit.register(gc.freeze)  # seconds at exit, else: millions of objects would be searched for garbage a last time
     try:
         status = autopar.main(args=arguments, prog_name="autopar", standalone_mode=False)
     except click.ClickException as error:
@@ -393,14 +397,14 @@ def _require_consistent(request: Request) -> None:
 def _load(request: Request) -> TrainStep | ForwardStep:
     from autopar.models import load_step
 
-    with _progress("loading the model"):
+    with collected_seldom(), _progress("loading the model"):
         return load_step(request.model, request.step)
 
 
 def _plans(request: Request, step: TrainStep | ForwardStep, count: int = 1) -> list[Plan]:
-    from autopar import planning
+    with collected_seldom(), _progress("searching for a plan") as tell:
+        from autopar import planning
 
-    with _progress("searching for a plan") as tell:
         pins, memory = request.pins, request.memory
         return planning.best_plans(step, request.cluster, count, pin=pins, memory=memory, progress=tell)
 
@@ -409,7 +413,7 @@ def _alternatives(plan: Plan, target: str, model: str, **options: Any) -> list[T
     from autopar import explaining
     from autopar.models import StepOptions, load_step
 
-    with _progress("loading the model"):
+    with collected_seldom(), _progress("loading the model"):
         step = load_step(model, StepOptions(**options))
     with _progress("pricing alternatives") as tell:
         return explaining.explain(step, plan, target, progress=tell).tables()

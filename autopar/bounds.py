@@ -1,7 +1,7 @@
 """What a step takes at least on a mesh, before the mesh's problem is built; no plan of the mesh beats it.
 
     bounds.least_s(mesh)            # seconds, by the share of each op that falls to a rank
-    bounds.layer_s(mesh)            # by what a layer takes in its best layouts, communication included
+    bounds.layer_s(mesh, PHASES)    # by what a layer takes in its best layouts, communication included
 
 A pipeline can't be cut within a unit, so what units take at least is put on stages in the best way: the slowest stage
 sets the pace.
@@ -10,7 +10,7 @@ sets the pace.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -28,6 +28,8 @@ from autopar.solve.modes import is_forward
 from autopar.solve.problem import Term
 from autopar.solve.search import solve
 from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
+
+PHASES = ("forward", "backward")
 
 BOUND_GAP, BOUND_TIME_S = 1e-2, 2.0
 """Effort for a bound."""
@@ -51,22 +53,36 @@ class Bounds:
     times: dict[Node, int] = field(default_factory=dict)
     shares: dict[int, dict[str, float]] = field(default_factory=dict)
     once: dict[int, float] = field(default_factory=dict)
+    layers: dict[tuple[Mesh, str, str], float] = field(default_factory=dict)
+    """Seconds of a phase of the layers of a run: (mesh, the unit that stands for them, phase)."""
 
     def least_s(self, mesh: Mesh) -> float:
         """What the ops alone take in a mesh's pipeline, the ranks of a stage sharing each of them equally."""
         return self._cut_bound(mesh, self._shares_of(_ranks(mesh)))
 
-    def layer_s(self, mesh: Mesh) -> float:
-        """The same where the layers of a run take what the forward of one, and its backward, each by itself, take at
-        least in their best layouts, communication included."""
-        setting, ranks = self.alone(mesh), _ranks(mesh)
-        least = self._shares_of(ranks)
+    def layer_s(self, mesh: Mesh, phases: Sequence[str]) -> float:
+        """The same where the layers of a run take what one's forward, and its backward, each by itself, take at least
+        in their best layouts, communication included; `phases`: those looked at, of the others it is the ops' share."""
+        least = dict(self._shares_of(_ranks(mesh)))
         for units, parts in self._layers():
-            problems = (replace(build_part(self.whole, setting, part), objective=ONE_MICROBATCH) for part in parts)
-            best = sum(solve(problem, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S).bound for problem in problems)
-            seconds = best / self._times()[next(iter(parts[0]))]
-            least = {unit: max(own, seconds) if unit in units else own for unit, own in least.items()}
+            shares = self._phase_shares(mesh, parts)
+            seconds = sum(self._phase_s(mesh, p, nodes) if p in phases else shares[p] for p, nodes in parts.items())
+            least |= {unit: max(least[unit], seconds) for unit in units}
         return self._cut_bound(mesh, least)
+
+    def _phase_s(self, mesh: Mesh, phase: str, part: list[Node]) -> float:
+        """What a phase of one layer takes at least, nothing else being there."""
+        key = (mesh, self._homes()[part[0]], phase)
+        if key not in self.layers:
+            problem = replace(build_part(self.whole, self.alone(mesh), part), objective=ONE_MICROBATCH)
+            bound = solve(problem, gap=BOUND_GAP, time_limit_s=BOUND_TIME_S).bound
+            self.layers[key] = bound / self._times()[part[0]]
+        return self.layers[key]
+
+    def _phase_shares(self, mesh: Mesh, parts: Mapping[str, list[Node]]) -> dict[str, float]:
+        """What the ops of each phase of a layer take, the ranks sharing each equally."""
+        ranks = _ranks(mesh)
+        return {phase: least_seconds(dict.fromkeys(nodes, 1), ranks, self.compute) for phase, nodes in parts.items()}
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
@@ -97,17 +113,16 @@ class Bounds:
     def _ops(self, level: str) -> list[Node]:
         return [node for node in self.whole.graph.nodes if node.op == "call_function" and node.meta["level"] == level]
 
-    def _layers(self) -> Iterator[tuple[set[str], list[list[Node]]]]:
-        """Of each layer that stands for several: the units that are like it, and its forward and its backward."""
+    def _layers(self) -> Iterator[tuple[set[str], dict[str, list[Node]]]]:
+        """Of each layer that stands for several: the units that are like it, and the nodes of its phases."""
         times = self._times()
         for run in self.runs:
             for offset in range(run.period):
                 units = {run.block(number, offset) for number in range(1, run.count - 1)}
                 nodes = [n for n in self._ops("microbatch") if times[n] > 1 and self._homes()[n] in units]
-                phases = ("forward", "backward")
-                parts = [[n for n in nodes if n.meta["phase"] == phase] for phase in phases]
+                parts = {phase: [n for n in nodes if n.meta["phase"] == phase] for phase in PHASES}
                 if nodes:
-                    yield units, [part for part in parts if part]
+                    yield units, {phase: part for phase, part in parts.items() if part}
 
     def _times(self) -> dict[Node, int]:
         """In how many layers each node of the one-stage graph runs."""

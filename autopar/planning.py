@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph
 
+from autopar.bounds import PHASES
 from autopar.capture.batches import batch_size
 from autopar.capture.folding import Folded
 from autopar.capture.step import ForwardStep
@@ -43,8 +44,8 @@ from autopar.units import format_bytes, parse_bytes
 CUT_GAP = 1e-2
 """A mesh whose bound is within this part of the best plan isn't solved: so much the search leaves open."""
 
-GUESS_GAP = 1e-2
-"""A pipeline whose layers, put together in the best layouts known, don't take less than the best plan by more than this
+GUESS_GAP = 5e-3
+"""A pipeline whose layers, put together in the best layouts known, aren't faster than the best plan by more than this
 part isn't planned: the search leaves open what its bound says."""
 
 MOST_TIMES = 8
@@ -127,8 +128,8 @@ class _Open:
     mesh: Mesh
     count: int
     bound: float
-    is_bounded: bool = False
-    """Whether `bound` is that of its own layers."""
+    phases: tuple[str, ...] = ()
+    """Those for which `bound` is that of its own layers."""
     relaxed: Relaxed | None = None
     guess: float = 0.0
     """What its best plan may take (`Trials.guess_s`)."""
@@ -141,8 +142,12 @@ class _Open:
         return math.isinf(self.guess), max(self.bound, guess)
 
     def is_no_better(self, step_s: float) -> bool:
-        """Whether a pipeline's guess tells that no plan of it takes less; layouts of one stage are searched in full."""
-        return self.mesh.num_stages > 1 and math.isfinite(self.guess) and self.guess * (1 - GUESS_GAP) >= step_s
+        """Whether a pipeline's guess promises no more than a little; layouts of one stage are searched in full."""
+        return self.mesh.num_stages > 1 and math.isfinite(self.guess) and self.guess >= step_s * (1 - GUESS_GAP)
+
+    @property
+    def is_bounded(self) -> bool:
+        return len(self.phases) == len(PHASES)
 
 
 @dataclass(slots=True)
@@ -179,7 +184,7 @@ class _Search:
             _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
                 self._cut(each, "its bound is no better than the best plan")
-                if not each.is_bounded:
+                if not each.phases:
                     self._push_next(each)
             elif each.is_no_better(self._worst_s):
                 self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
@@ -202,10 +207,13 @@ class _Search:
         heapq.heappush(self.queue, (each.promise, next(self.arrivals), each))
 
     def _bound(self, each: _Open) -> None:
+        """By one phase of its layers more."""
         self.progress(f"bounding {each.mesh}, {each.count} microbatches")
-        each.bound, each.is_bounded = max(each.bound, self._trials(each.count).bounds.layer_s(each.mesh)), True
+        if not each.phases:
+            self._push_next(each)
+        each.phases = PHASES[: len(each.phases) + 1]
+        each.bound = max(each.bound, self._trials(each.count).bounds.layer_s(each.mesh, each.phases))
         self._push(each)
-        self._push_next(each)
 
     def _push_next(self, each: _Open) -> None:
         """The same mesh at the next number of microbatches."""
@@ -220,7 +228,7 @@ class _Search:
         trials = self._trials(each.count)
         cutoff = min([self._cutoff, *(other.guess for *_, other in self.queue if other.relaxed is not None)])
         relaxed = trials.relaxed(each.mesh, cutoff)
-        each.bound, each.is_bounded = max(each.bound, relaxed.bound), True
+        each.bound, each.phases = max(each.bound, relaxed.bound), PHASES
         if each.bound < cutoff:
             each.relaxed, each.guess = relaxed, trials.guess_s(each.mesh, relaxed)
         self._push(each)

@@ -25,7 +25,7 @@ SWEEPS = 2
 ROUNDS = 60
 FIRST_PRICE = 0.02
 SETTLED = 1e-6
-PATIENCE, SLOW = 8, 1e-4
+PATIENCE, SLOW = 4, 1e-3
 """Rounds in which the bound must rise by a part."""
 NUDGES = (0.003, 0.03, 0.1)
 

@@ -28,7 +28,7 @@ from autopar.solve.tables import elimination_order, minimise
 EXACT = 1e-8
 ROUNDING = 1e-11
 FIRST_STEP = 1e-3
-WIDEN = 5.0
+WIDEN = 2.0
 SHRINK = 0.7
 TIME_LIMIT_S = 30.0
 PATIENCE_S = 60.0

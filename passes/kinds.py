@@ -86,6 +86,17 @@ def is_accumulation(node: fx.Node) -> bool:
     return node.target in SUMS and to_output and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
+def summed(graph: fx.Graph) -> set[fx.Node]:
+    """Accumulations, and what leads to them alone by views and casts."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_cheap = is_view(node) or node.target in CASTS
+        leads = is_cheap and bool(node.users) and all(user in found for user in node.users)
+        if node.op == "call_function" and (leads or is_accumulation(node)):
+            found.add(node)
+    return found
+
+
 def small_from_batch(part: Part) -> set[fx.Node]:
     """What is small and made from the batch and buffers alone: the count of a loss's tokens, for one."""
     found: set[fx.Node] = set()

@@ -35,7 +35,7 @@ from autopar.rules.nodes import op_name
 from autopar.solve.costs import HEAVY
 from passes.context import Overlap
 from passes.editing import edit
-from passes.kinds import block_of, early, fillers, is_accumulation, late, small_from_batch, started_by
+from passes.kinds import block_of, early, fillers, is_accumulation, late, small_from_batch, started_by, summed
 
 _Flight = tuple[float, float, int]
 """(start, first use, bytes)"""
@@ -235,9 +235,10 @@ def _dealt(nodes: list[fx.Node], starts: list[int]) -> list[int]:
 
 
 def _place_sums(times: _Times, last: set[fx.Node]) -> None:
-    """A gradient is added to its accumulator at once, so that it needn't be kept beside it."""
+    """A gradient is cast and added to its accumulator at once, so that it needn't be kept beside it."""
+    sums = summed(times.graph)
     for node in times.graph.nodes:
-        if is_accumulation(node) and node not in last:
+        if node in sums and node not in last:
             times.time[node] = max(times.time[operand] for operand in node.all_input_nodes) + 0.01
 
 

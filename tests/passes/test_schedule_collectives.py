@@ -176,6 +176,20 @@ def test_gradients_are_added_at_once():
     assert same_numbers(part, after)
 
 
+def test_casts_of_gradients_go_with_their_sums():
+    """Under mixed precision they stand at the end of the backward: each layer's gradient would be kept until then."""
+    b = Builder()
+    totals, x = [b.input(f"accumulator:{i}", 4, 4) for i in range(2)], b.input("saved:x", 4, 4)
+    first = b.call(aten.mm.default, x, x)
+    gradients = [first, b.call(aten.mm.default, first, x)]
+    casts = [b.call(aten.clone.default, b.call(aten.t.default, g)) for g in gradients]
+    sums = [b.call(aten.add.Tensor, total, cast) for total, cast in zip(totals, casts, strict=True)]
+    part = b.part("backward", **{f"accumulator__{i}": each for i, each in enumerate(sums)})
+    after = schedule_collectives(part)
+    assert order(after) == ["mm 0", "t 0", "clone 0", "add 0", "mm 1", "t 1", "clone 1", "add 1"]
+    assert same_numbers(part, after)
+
+
 def test_update_starts_early_and_ends_late():
     """ZeRO-1: each parameter's reduce-scatter, update, all-gather; none waits where it needn't."""
     b = Builder()

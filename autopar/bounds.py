@@ -84,13 +84,17 @@ class Bounds:
         ranks = _ranks(mesh)
         return {phase: least_seconds(dict.fromkeys(nodes, 1), ranks, self.compute) for phase, nodes in parts.items()}
 
-    def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
+    def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
         layers = tuple(Layer((Point(unit_s[unit]),)) for unit in self.units)
         stages, count = mesh.num_stages, self.microbatches
         found = cut_layers(CutProblem(layers, stages, count, math.inf, in_flight_of(stages, count)))
         assert found is not None
-        return found.objective + self._once_s(_ranks(mesh)) / stages
+        return found.objective
+
+    def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
+        """The same with what the ops that run once a step take."""
+        return self.cut_s(mesh, unit_s) + self._once_s(_ranks(mesh)) / mesh.num_stages
 
     def _shares_of(self, ranks: int) -> dict[str, float]:
         """Seconds of a microbatch for each unit, so many ranks sharing each op equally."""

@@ -24,6 +24,8 @@ class Cut:
 
     units: tuple[str, ...]
     stages: tuple[int, ...]
+    kinds: tuple[int, ...] = ()
+    """Of each stage, a number for what is chosen on it: those of different numbers differ; empty where none do."""
 
     @property
     def num_stages(self) -> int:
@@ -34,12 +36,12 @@ class Cut:
         return cls(units, (0,) * len(units))
 
     @classmethod
-    def from_boundaries(cls, units: tuple[str, ...], firsts: list[int]) -> Cut:
-        """Stage s starts at unit `firsts[s]`; `firsts[0]` is 0."""
+    def from_boundaries(cls, units: tuple[str, ...], firsts: list[int], kinds: tuple[int, ...] = ()) -> Cut:
+        """Stage s starts at unit `firsts[s]`; `firsts[0]` is 0. `kinds`: of each stage, or none."""
         if len(firsts) > len(units):
             raise PlanError(f"{len(firsts)} stages asked for, but the model has {len(units)} units to cut between")
         stages = [sum(1 for first in firsts if first <= i) - 1 for i in range(len(units))]
-        return cls(units, tuple(stages))
+        return cls(units, tuple(stages), kinds if len(set(kinds)) > 1 else ())
 
 
 def block_of(path: str) -> str | None:

@@ -55,11 +55,13 @@ class ValidFor:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One pipeline stage: its first and last module path in forward order, and a text for people."""
+    """One pipeline stage: its first and last module path in forward order, and a text for people; stages of one kind
+    choose alike for their layers."""
 
     first: str
     last: str
     modules: str
+    kind: int = 0
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS
 

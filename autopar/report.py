@@ -23,11 +23,13 @@ from autopar.trials import Found
 
 
 def spans(cut: Cut) -> tuple[StageSpan, ...]:
-    """First and last unit of each stage."""
+    """First and last unit of each stage, and its kind."""
     by_stage: dict[int, list[str]] = defaultdict(list)
     for unit, stage in zip(cut.units, cut.stages, strict=True):
         by_stage[stage].append(unit)
-    return tuple(StageSpan(units[0], units[-1], ", ".join(units)) for _, units in sorted(by_stage.items()))
+    kinds = cut.kinds or (0,) * cut.num_stages
+    rows = zip(kinds, (units for _, units in sorted(by_stage.items())), strict=True)
+    return tuple(StageSpan(units[0], units[-1], ", ".join(units), kind) for kind, units in rows)
 
 
 def estimate(

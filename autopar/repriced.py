@@ -64,7 +64,9 @@ def reprice(step: ForwardStep, plan: Plan) -> Priced:
     skeletons = Skeletons(folded, plan.microbatches, plan.rules)
     trials = Trials(step, skeletons, plan.cluster, pins, float(plan.estimate.memory_limit_bytes))
     units = skeletons.units
-    cut = Cut(units, tuple(stage_of(plan.node_stage, unit) for unit in units))
+    stages = [stage_of(plan.node_stage, unit) for unit in units]
+    firsts = [stages.index(stage) for stage in range(len(plan.stages))]
+    cut = Cut.from_boundaries(units, firsts, tuple(span.kind for span in plan.stages))
     graph, setting = skeletons.graph(cut), trials.setting(cut, plan.mesh)
     again = keys_again(graph, plan.recomputed)
     if pins.recompute is None and any(_runs_again(node, again) for node in graph.graph.nodes):

@@ -10,8 +10,8 @@ be lowered differently for what is next to them, and one between, which stands f
 stages, the first, the last, and one between).
 
 Of many stages few are there, too: the first, the last, and of those between the first of each kind (by how many layers
-they have), which stands for all of its kind. So it is where values pass from neighbour to neighbour only, and stages
-have layers enough; otherwise all stages are there.
+they have, and by the cut's kinds), which stands for all of its kind. So it is where values pass from neighbour to
+neighbour only, and stages have layers enough; otherwise all stages are there.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def _alike(runs: tuple[Run, ...], cut: Cut) -> Likeness:
     whole = all(len(set(_stages(run, number, cut))) == 1 for run in runs for number in range(run.count))
     if not runs or not whole:
         return Likeness.none(cut.num_stages)
-    kinds = [tuple(_kind(runs, unit) for unit in units) for units in _units_by_stage(cut)]
+    chosen = cut.kinds or (0,) * cut.num_stages
+    kinds = [(kind, *(_kind(runs, u) for u in units)) for kind, units in zip(chosen, _units_by_stage(cut), strict=True)]
     last = cut.num_stages - 1
     firsts = {kinds[stage]: stage for stage in reversed(range(1, last))}
     kept = sorted({0, *firsts.values(), last})

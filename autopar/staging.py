@@ -1,18 +1,16 @@
 """From layouts chosen for the whole model at once to those of a pipeline: each stage takes over what was chosen.
 
-    staged = Staged(built, stage_problem)
-    staged.add(layouts)                         # key → strategy, of the one-stage problem
+    staged = Staged(built, layouts)             # of each stage: key → strategy, of the one-stage problem
     solution = staged.solve(staged.built.problem)
 
-The layouts of a layer don't depend on its stage: what is searched here is only what the stages add (what crosses
-between them, values that both sides of a cut read) and what is computed again, which each stage decides for itself.
+What is searched here is only what the stages add (what crosses between them, values that both sides of a cut read) and
+what is computed again, which each stage decides for itself.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch.fx import Node
@@ -27,24 +25,19 @@ from autopar.solve.problem import Index, Problem, Solution
 TIME_LIMIT_S = 10.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Staged:
-    """The problem of a cut model, and the sets of layouts that are known to be good for its layers."""
+    """The problem of a cut model, and the layouts that each of its stages takes over, by node key."""
 
     built: BuiltProblem
-    columns: list[list[Index]] = field(default_factory=list)
-    """Of each set, the strategies of every node that have its layouts."""
-
-    def add(self, chosen: Mapping[str, Strategy]) -> None:
-        """Takes over the layouts of a solution of the one-stage problem, by node key."""
-        pairs = zip(self.built.nodes, self.built.strategies, strict=True)
-        self.columns.append([_kept(node, options, chosen.get(node.meta["key"])) for node, options in pairs])
+    layouts: Sequence[Mapping[str, Strategy]]
 
     def solve(self, problem: Problem) -> Solution:
-        """The best within the sets; `problem` is the built one under other limits. Its bound is that of the sets."""
-        found = [solve_among(problem, kept, gap=GAP, time_limit_s=TIME_LIMIT_S) for kept in self.columns]
-        best = min(found, key=lambda solution: solution.objective)
-        return replace(best, bound=min((f.bound for f in found), default=math.inf))
+        """The best in these layouts, and their bound; `problem` is the built one under other limits."""
+        pairs = zip(self.built.nodes, self.built.strategies, strict=True)
+        wanted = (self.layouts[node.meta["stage"]].get(node.meta["key"]) for node in self.built.nodes)
+        kept = [_kept(node, options, own) for (node, options), own in zip(pairs, wanted, strict=True)]
+        return solve_among(problem, kept, gap=GAP, time_limit_s=TIME_LIMIT_S)
 
 
 def _kept(node: Node, options: list[Strategy], wanted: Strategy | None) -> Index:

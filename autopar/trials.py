@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.bounds import BOUND_TIME_S, Bounds, in_flight_of
@@ -41,6 +41,7 @@ from autopar.solve.share import solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
 from autopar.stage_pins import pinned_stages
 from autopar.staging import Staged
+from autopar.unit_bounds import UnitBounds
 
 LAYOUT_GAP = 2e-2
 """How near to the best the layouts of pipelines are, whose stages can't be cut as evenly as a bound assumes."""
@@ -91,8 +92,8 @@ class _Guess:
     cut: Cut
     seconds: float
     keeps_all: bool
-    relaxed: Relaxed
-    """Where the layouts are from."""
+    layouts: tuple[Relaxed, ...]
+    """Where those of each stage are from."""
 
 
 @dataclass(slots=True)
@@ -123,15 +124,23 @@ class Trials:
         return self._bounds
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
-        """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut."""
-        step = self.whole
-        setting = self._alone(mesh)
-        built = build_problem(step, setting)
+        """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut.
+
+        That of a pipeline is also bounded unit by unit, since no unit can be cut in two."""
+        step, setting = self.whole, self._alone(mesh)
+        built, units = build_problem(step, setting), step.cut.units
+        least = 0.0
+        if mesh.num_stages > 1:
+            once = 1 / (mesh.num_stages + self.microbatches - 1)
+            least = self.bounds.cut_s(mesh, UnitBounds(built, units, step.repeats, once).seconds())
+            if least >= cutoff:
+                nothing = Solution((), math.inf, least, "unknown")
+                return Relaxed(least, setting, units, step.repeats, built, nothing)
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         is_only_a_bound = mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
         gap, time_limit_s = (LAYOUT_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
         solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
-        return Relaxed(solution.bound, setting, step.cut.units, step.repeats, built, solution)
+        return Relaxed(max(least, solution.bound), setting, units, step.repeats, built, solution)
 
     def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
         return Term(fill(mesh, self.microbatches), (0,)), Term(1 / mesh.num_stages, (1,))
@@ -201,13 +210,14 @@ class Trials:
 
     def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
         """The problem of a cut model, whose stages take over the one-stage layouts that promise most."""
-        staged = Staged(built)
-        staged.add(self._layouts(relaxed.built, self._guess(mesh, relaxed).relaxed.solution))
-        return staged
+        guess = self._guess(mesh, relaxed)
+        known = {id(own): self._layouts(own) for own in guess.layouts}
+        there = self.skeletons.likeness(guess.cut).kept
+        return Staged(built, [known[id(guess.layouts[stage])] for stage in there])
 
-    def _layouts(self, built: BuiltProblem, solution: Solution) -> dict[str, Strategy]:
+    def _layouts(self, relaxed: Relaxed) -> dict[str, Strategy]:
         """A solution of the one-stage problem, by node key."""
-        picked = zip(built.nodes, built.picked(solution.choice), strict=True)
+        picked = zip(relaxed.built.nodes, relaxed.built.picked(relaxed.solution.choice), strict=True)
         return self.skeletons.everywhere(self.whole, {node.meta["key"]: strategy for node, strategy in picked})
 
     @property
@@ -283,17 +293,14 @@ class Trials:
         return self.guesses[mesh]
 
     def _guessed(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
-        """Of the fastest layouts; where memory binds, of leaner ones, too, memory having one price or another."""
-        best = self._put_together(mesh, relaxed)
-        if best.keeps_all or mesh.num_stages == 1 or not relaxed.solution.choice:
+        """Of the fastest layouts; where memory binds, each stage may have leaner ones, memory having some price."""
+        if not relaxed.solution.choice:
+            return _Guess(Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
+        best = self._put_together(mesh, [relaxed])
+        if best.keeps_all or mesh.num_stages == 1:
             return best
-        for part in PRICES:
-            price = part * relaxed.solution.objective / (mesh.num_stages * self.capacity)
-            found = self._put_together(mesh, self._leaner(mesh, relaxed, price))
-            best = found if found.seconds < best.seconds else best
-            if found.keeps_all:
-                break
-        return best
+        bytes_s = relaxed.solution.objective / (mesh.num_stages * self.capacity)
+        return self._put_together(mesh, [relaxed, *(self._leaner(mesh, relaxed, part * bytes_s) for part in PRICES)])
 
     def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
         """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward
@@ -312,21 +319,22 @@ class Trials:
         solution = solve_shared(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=BOUND_TIME_S)
         return replace(relaxed, solution=solution)
 
-    def _put_together(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
+    def _put_together(self, mesh: Mesh, known: Sequence[Relaxed]) -> _Guess:
+        """The best cut, each stage in one of the layouts that are known."""
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
-        if not relaxed.solution.choice:
-            return _Guess(Cut.single(units), math.inf, False, relaxed)
-        layers = relaxed.layers(units, self.may_recompute)
-        problem = CutProblem(layers, stages, count, self.capacity, in_flight_of(stages, count))
+        first, *others = (relaxed.layers(units, self.may_recompute) for relaxed in known)
+        problem = CutProblem(first, stages, count, self.capacity, in_flight_of(stages, count), others=tuple(others))
         problem = replace(problem, pinned=pinned_stages(self.pins, self.skeletons))
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))
         assert found is not None
-        cut = Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)])
+        cut = Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)], found.sets)
+        layouts = tuple(known[which] for which in found.sets)
         if fitting is None:
-            return _Guess(cut, math.inf, False, relaxed)
-        return _Guess(cut, found.objective + relaxed.once_s / stages, not any(found.points), relaxed)
+            return _Guess(cut, math.inf, False, layouts)
+        once_s = max(relaxed.once_s for relaxed in layouts) / stages
+        return _Guess(cut, found.objective + once_s, not any(found.points), layouts)
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:
         """What the graph of a cut is priced for, on the mesh of its own stages."""

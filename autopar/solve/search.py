@@ -33,7 +33,7 @@ SHRINK = 0.7
 TIME_LIMIT_S = 30.0
 PATIENCE_S = 60.0
 """Wall time that any search may take."""
-LARGEST_LINEAR_PROGRAM = 100_000
+LARGEST_LINEAR_PROGRAM = 50_000
 SIMPLEX_STEPS = 12_000
 """After these a linear program is left to messages, which prove less in less time."""
 LARGEST_INTEGER_PROGRAM = 150_000

@@ -10,16 +10,17 @@ minimises that, under each stage's memory: the sum over its layers of static + m
 Invariants:
 - stages are contiguous, in order, and none is empty; a layer that is pinned is on its stage;
 - a layer has one point or several (for instance with and without recompute), and the cheapest points that fit together
-  are chosen per stage;
+  are chosen per stage; where the layers come in several sets (of layouts), a stage takes all of its layers from one;
 - exact, except that a stage's front of more than `MAX_FRONT` points has its memory rounded up by capacity / 2^14 per
   layer: then the cut still fits, and may miss one that fits by less than that.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,6 +60,12 @@ class CutProblem:
     stage_bytes: tuple[float, ...] = ()
     pinned: tuple[int | None, ...] = ()
     """The stage of each layer that has to be on one; empty where none has to."""
+    others: tuple[tuple[Layer, ...], ...] = ()
+    """Other sets of the same layers."""
+
+    @property
+    def sets(self) -> tuple[tuple[Layer, ...], ...]:
+        return self.layers, *self.others
 
     def own_seconds(self, stage: int) -> float:
         return self.stage_seconds[stage] if self.stage_seconds else 0.0
@@ -69,13 +76,14 @@ class CutProblem:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Layers per stage, the point of each layer, seconds and bytes per stage, and the step's seconds."""
+    """Layers per stage, the point of each layer, seconds and bytes per stage, the step's seconds, each stage's set."""
 
     counts: tuple[int, ...]
     points: tuple[int, ...]
     seconds: tuple[float, ...]
     bytes: tuple[float, ...]
     objective: float
+    sets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +103,9 @@ def cut_layers(problem: CutProblem) -> Cut | None:
     For each bound on the slowest stage, from the least feasible one up, the cheapest sum under that bound by dynamic
     programming over (stage, layer); stops when the bound alone costs more than the best cut.
     """
-    stages = range(problem.num_stages)
-    times = np.array([_segment_seconds(problem, stage) + _pinned_away(problem, stage) for stage in stages])
+    stages, kinds = range(problem.num_stages), [replace(problem, layers=own, others=()) for own in problem.sets]
+    by_set = np.array([[_segment_seconds(p, stage) + _pinned_away(p, stage) for stage in stages] for p in kinds])
+    times = by_set.min(axis=0)
     least = _cheapest_sum(times)
     if not math.isfinite(least[0]):
         return None
@@ -110,7 +119,10 @@ def cut_layers(problem: CutProblem) -> Cut | None:
         if value < best:
             best, best_counts = value, counts
     assert best_counts is not None, candidates
-    return evaluate_cut(problem, best_counts, _points(problem, best_counts))
+    ends = list(itertools.accumulate(best_counts))
+    places = ((stage, end - count, end) for stage, (count, end) in enumerate(zip(best_counts, ends, strict=True)))
+    sets = tuple(int(by_set[:, stage, start, end].argmin()) for stage, start, end in places)
+    return evaluate_cut(problem, best_counts, _points(problem, best_counts, sets), sets)
 
 
 def _first_feasible(times: Array, candidates: Array) -> int:
@@ -207,11 +219,12 @@ def _extend(front: _Front, used: Array, seconds: Array, room: float) -> _Front:
     return _Front(all_used[order], all_seconds[order], order % num_points, order // num_points)
 
 
-def _points(problem: CutProblem, counts: Sequence[int]) -> tuple[int, ...]:
+def _points(problem: CutProblem, counts: Sequence[int], sets: Sequence[int]) -> tuple[int, ...]:
     """The fastest points that fit, per stage."""
     chosen: list[int] = []
-    for stage, count in enumerate(counts):
-        fronts = [front for front, _ in zip(_fronts(problem, stage, len(chosen)), range(count), strict=False)]
+    for stage, (count, which) in enumerate(zip(counts, sets, strict=True)):
+        own = replace(problem, layers=problem.sets[which])
+        fronts = [front for front, _ in zip(_fronts(own, stage, len(chosen)), range(count), strict=False)]
         index, points = len(fronts[-1].used) - 1, []
         for front in reversed(fronts):
             points.append(int(front.point[index]))
@@ -220,19 +233,23 @@ def _points(problem: CutProblem, counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def evaluate_cut(problem: CutProblem, counts: Sequence[int], points: Sequence[int]) -> Cut:
-    """What a cut costs and holds, from the problem alone."""
+def evaluate_cut(
+    problem: CutProblem, counts: Sequence[int], points: Sequence[int], sets: Sequence[int] | None = None
+) -> Cut:
+    """What a cut costs and holds, from the problem alone; each stage's layers are of the first set by default."""
     seconds, held, start = [], [], 0
-    for stage, count in enumerate(counts):
-        picked = [problem.layers[start + k].points[points[start + k]] for k in range(count)]
+    taken = tuple(sets or (0,) * len(counts))
+    for stage, (count, which) in enumerate(zip(counts, taken, strict=True)):
+        own = replace(problem, layers=problem.sets[which])
+        picked = [own.layers[start + k].points[points[start + k]] for k in range(count)]
         start += count
-        seconds.append(math.fsum(point.seconds for point in picked) + _fixed_seconds(problem, stage, start))
+        seconds.append(math.fsum(point.seconds for point in picked) + _fixed_seconds(own, stage, start))
         in_flight = problem.in_flight[stage]
         held.append(
             problem.own_bytes(stage) + math.fsum(point.static_bytes + in_flight * point.saved_bytes for point in picked)
         )
     objective = (problem.microbatches - 1) * max(seconds) + math.fsum(seconds)
-    return Cut(tuple(counts), tuple(points), tuple(seconds), tuple(held), objective)
+    return Cut(tuple(counts), tuple(points), tuple(seconds), tuple(held), objective, taken)
 
 
 def cut_lower_bound(problem: CutProblem) -> float:

@@ -63,6 +63,25 @@ def test_equals_brute_force() -> None:
     assert min(outcomes.values()) > 20, outcomes
 
 
+def test_each_stage_takes_the_set_that_is_best_for_it() -> None:
+    """Against brute force over cuts and sets, with a memory limit; stages often take different ones."""
+    mixed = 0
+    for seed in range(60):
+        one, other = random_cut_problem(seed), random_cut_problem(seed + 500)
+        layers = tuple(itertools.islice(itertools.cycle(other.layers), len(one.layers)))
+        problem = replace(one, others=(layers,))
+        best = math.inf
+        for sets in itertools.product(range(2), repeat=one.num_stages):
+            for counts in every_cut(len(one.layers), one.num_stages):
+                kept = [problem.sets[which] for which, count in zip(sets, counts, strict=True) for _ in range(count)]
+                own = replace(one, layers=tuple(of[i] for i, of in enumerate(kept)))
+                best = min(best, best_by_force(own, [counts]))
+        cut = cut_layers(problem)
+        assert (cut.objective if cut is not None else math.inf) == pytest.approx(best), seed
+        mixed += cut is not None and len(set(cut.sets)) > 1
+    assert mixed > 5
+
+
 def test_pinned_layers_are_where_they_are_pinned() -> None:
     """Against brute force over the cuts that keep to the pins, with and without a memory limit."""
     outcomes = {True: 0, False: 0}

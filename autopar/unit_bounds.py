@@ -1,0 +1,141 @@
+"""What each unit of a model takes at least on a mesh, all that it does in a step decided together.
+
+    seconds = UnitBounds(built, units, repeats, once=1 / (stages + microbatches - 1)).seconds()
+
+Each unit is a problem of its own: its nodes in the built one-stage problem, and the edges among them. What joins it to
+other units costs nothing, so that no plan's unit takes less. Units that are alike (the layers of a run) share what they
+have in common: one problem stands for all of them.
+
+What a unit does once a step counts `once` times among the seconds of a microbatch. With S stages, M microbatches and
+once = 1 / (S + M - 1), a step of 1F1B takes at least (M - 1) * (slowest stage) + (sum over stages) of these seconds:
+(M - 1) * max(t + once * u) + sum(t + once * u) <= (M - 1) * max(t) + sum(t) + max(u).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from autopar import markers
+from autopar.capture.runs import Repeats
+from autopar.relaxed import units_of_nodes
+from autopar.rules.nodes import node_argument
+from autopar.solve.build import BuiltProblem
+from autopar.solve.modes import producer
+from autopar.solve.problem import Array, Edge, Node, Problem, Term
+from autopar.solve.search import solve
+
+GAP, TIME_LIMIT_S = 5e-3, 2.0
+"""Effort for a bound."""
+
+_Between = tuple[str, str, int, int]
+"""An edge of a unit: its ends, its row, and which of several such edges it is."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """The part of a problem that is a unit's, by names that units alike have in common; costs of one unit."""
+
+    nodes: dict[str, tuple[Node, Sequence[object]]] = field(default_factory=dict)
+    """With the strategies of each."""
+    edges: dict[_Between, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBounds:
+    """Of a one-stage problem; `units`: those traced, of which each stands for some."""
+
+    built: BuiltProblem
+    units: tuple[str, ...]
+    repeats: Repeats
+    once: float
+
+    def seconds(self) -> dict[str, float]:
+        """Of each unit of the model."""
+        parts = self._parts()
+        alike: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for unit in parts:
+            alike[self._kind(unit)].append(unit)
+        found: dict[str, float] = {}
+        for units in alike.values():
+            least = self._least(_in_common([parts[unit] for unit in units]))
+            found |= dict.fromkeys(units, least)
+        return {unit: found.get(like, 0.0) for unit, like in self.repeats.spread(self.units)}
+
+    def _kind(self, unit: str) -> tuple[str, int]:
+        """Equal for the blocks of a run at the same place of its period."""
+        for run in self.repeats.runs:
+            place = run.place(unit)
+            if place is not None:
+                return run.path, place[1]
+        return unit, -1
+
+    def _least(self, unit: _Unit) -> float:
+        place = {name: index for index, name in enumerate(unit.nodes)}
+        nodes = tuple(node for node, _ in unit.nodes.values())
+        edges = tuple(Edge(place[s], place[t], cost, row) for (s, t, row, _), cost in unit.edges.items())
+        problem = Problem(nodes, edges, objective=(Term(1.0, (0,)), Term(self.once, (1,))))
+        return max(0.0, solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S).bound)
+
+    def _parts(self) -> dict[str, _Unit]:
+        """The nodes and inner edges of each unit, as one of those for which it stands has them."""
+        built = self.built
+        unit_of = units_of_nodes(built.nodes, self.units)
+        names: list[tuple[str, str]] = []
+        parts: dict[str, _Unit] = defaultdict(_Unit)
+        for node, priced, options in zip(built.nodes, built.problem.nodes, built.strategies, strict=True):
+            unit = self.units[unit_of[node]]
+            name = _name(node, unit)
+            names.append((unit, name))
+            own = Node(name, priced.cost / self.repeats.times(unit), priced.row)
+            assert name not in parts[unit].nodes, name
+            parts[unit].nodes[name] = own, options
+        for edge in built.problem.edges:
+            (unit, source), (other, target) = names[edge.source], names[edge.target]
+            if unit == other:
+                cost, edges = edge.cost / self.repeats.times(unit), parts[unit].edges
+                number = next(n for n in range(len(edges) + 1) if (source, target, edge.row, n) not in edges)
+                edges[source, target, edge.row, number] = cost
+        return dict(parts)
+
+
+def _name(node: fx.Node, unit: str) -> str:
+    """What a node is called in each unit that is alike: a relay by what it brings, since their numbers may differ."""
+    if node.target is markers.relay:
+        source, item = producer(node_argument(node, 0))
+        return f"{_name(source, unit)}[{item}] to the {node.meta['phase']}"
+    key: str = node.meta["key"]
+    return key.replace(unit, "*", 1) if unit else key
+
+
+def _in_common(parts: Sequence[_Unit]) -> _Unit:
+    """What all have, at the least that it costs in any: it costs no more than each of them."""
+    first, *others = parts
+    nodes = {name: pair for name, pair in first.nodes.items() if all(_has(other, name, pair[1]) for other in others)}
+    found = _Unit()
+    for name, (node, options) in nodes.items():
+        cost = _least_of([part.nodes[name][0].cost for part in parts])
+        found.nodes[name] = Node(name, cost, node.row), options
+    for between in _common_edges(parts):
+        if between[0] in nodes and between[1] in nodes:
+            found.edges[between] = _least_of([part.edges[between] for part in parts])
+    return found
+
+
+def _has(part: _Unit, name: str, options: Sequence[object]) -> bool:
+    """Whether a unit has a node of that name, with the same strategies."""
+    own = part.nodes.get(name)
+    return own is not None and (own[1] is options or list(own[1]) == list(options))
+
+
+def _common_edges(parts: Sequence[_Unit]) -> Iterator[_Between]:
+    yield from (between for between in parts[0].edges if all(between in part.edges for part in parts))
+
+
+def _least_of(costs: list[Array]) -> Array:
+    least: Array = np.minimum.reduce(costs) if len(costs) > 1 else costs[0]
+    return least

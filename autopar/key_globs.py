@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
 
@@ -30,7 +31,14 @@ def forward_globs(wanted: Collection[str], keep_out: Collection[str]) -> tuple[s
 
 def matches_any(key: str, globs: Iterable[str]) -> bool:
     """Whether a key is one of `globs`, or matches one."""
-    return any(key == glob or fnmatch.fnmatchcase(key, glob) for glob in globs)
+    globs = tuple(globs)
+    return key in globs or _any_of(globs).match(key) is not None
+
+
+@functools.lru_cache(maxsize=64)
+def _any_of(globs: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches one of `globs`; without any, nothing."""
+    return re.compile("|".join(map(fnmatch.translate, globs)) or r"(?!)")
 
 
 def class_of(name: str) -> str:

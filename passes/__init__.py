@@ -64,6 +64,7 @@ def _lower_parts(stage: StageProgram, context: Context, part_passes: tuple[Any, 
             started, before = time.perf_counter(), len(part.graph.graph.nodes)
             part = part_pass(part, context)
             _report(f"stage {stage.index} {name} {part_pass.__name__}", started, before, part.graph.graph)
+        part.graph.graph.lint()
         parts[name] = part
     return replace(stage, parts=parts)
 

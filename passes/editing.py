@@ -37,7 +37,8 @@ _IN_PLACE: ContextVar[bool] = ContextVar("autopar_in_place", default=False)
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """Within the block, passes change the graphs that they are given: nobody else has them."""
+    """Within the block, passes change the graphs that they are given: nobody else has them. Who opens it has them
+    checked (`lint`) once all have run."""
     token = _IN_PLACE.set(True)
     try:
         yield
@@ -53,7 +54,10 @@ def edit(owner: Graphlike, change: Callable[[fx.Graph], None]) -> Graphlike:
 
 
 def _edited(module: fx.GraphModule, change: Callable[[fx.Graph], None]) -> fx.GraphModule:
-    graph = module.graph if _IN_PLACE.get() else copy_graph(module.graph)[0]
+    if _IN_PLACE.get():
+        change(module.graph)
+        return module
+    graph = copy_graph(module.graph)[0]
     change(graph)
     graph.lint()
     return Uncompiled(module, graph)

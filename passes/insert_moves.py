@@ -51,9 +51,12 @@ class _Inserter:
 
     def reshard_operands(self, node: Node) -> None:
         place = (node.meta["phase"], node.meta["level"], node.meta["stage"])
-        pairs, path = zip(tensor_operands(node), needed_layouts(node), strict=True), node.meta["path"]
+        operands, needed, path = tensor_operands(node), needed_layouts(node), node.meta["path"]
+        pairs = zip(operands, needed, strict=True)
         with self.graph.inserting_before(node):
-            replace_operands(node, [self.reshard(operand, needed, place, path) for operand, needed in pairs])
+            resharded = [self.reshard(operand, layout, place, path) for operand, layout in pairs]
+        if resharded != operands:
+            replace_operands(node, resharded)
 
     def reshard_outputs(self, state_pairs: tuple[tuple[Node, Node], ...]) -> None:
         output = next(n for n in self.graph.nodes if n.op == "output")

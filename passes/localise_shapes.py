@@ -62,15 +62,23 @@ def _fake_mode(graph: Graph) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _signature(value: Any) -> Any:
-    """Equal for arguments of which a call's fake result is the same."""
-    if isinstance(value, torch.Tensor):
-        return "tensor", value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+def _given(value: Any) -> Any:
+    """Equal for arguments of which a call's fake result is the same; a node's value by its id, as `_shared` gave it."""
+    if isinstance(value, Node):
+        local = value.meta["local_val"]
+        return (int, local) if isinstance(local, int) else id(local)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_signature, value))
+        return tuple(map(_given, value))
     if isinstance(value, dict):
-        return tuple((key, _signature(item)) for key, item in value.items())
+        return tuple((key, _given(item)) for key, item in value.items())
     return type(value), value
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        size = value.untyped_storage().nbytes()
+        return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset(), size
+    return (type(value), *map(_signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 @dataclass(slots=True)
@@ -82,6 +90,9 @@ class Localiser:
     mode: FakeTensorMode
     known: dict[Any, Any] = field(default_factory=dict)
     """What calls gave, by what they were given: equal layers ask the same."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """One value for all that are alike, so that they can be told by their ids."""
+    shapes: dict[Layout, tuple[int, ...]] = field(default_factory=dict)
 
     def localise(self, node: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
@@ -107,33 +118,59 @@ class Localiser:
             handler(self, node)
 
     # -- local values ------------------------------------------------------------------------------------------
-    def _empty(self, node: Node) -> torch.Tensor:
-        with self.mode:
-            return torch.empty(node.meta["layout"].local_shape(self.mesh), dtype=node.meta["val"].dtype)
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """The shape of a rank's tensor, padding included."""
+        if layout not in self.shapes:
+            self.shapes[layout] = layout.local_shape(self.mesh)
+        return self.shapes[layout]
+
+    def _empty(self, node: Node) -> Any:
+        shape, dtype = self.local_shape(node.meta["layout"]), node.meta["val"].dtype
+        if (shape, dtype) not in self.known:
+            with self.mode:
+                self.known[shape, dtype] = self._shared(torch.empty(shape, dtype=dtype))
+        return self.known[shape, dtype]
 
     def run(self, node: Node) -> None:
         """Runs the op on its operands' fake local values and asserts that its layout's local shape comes out."""
-        if op_name(node) in ("aten.view", "aten._unsafe_view") and not _is_viewable(node):
+        if op_name(node) in ("aten.view", "aten._unsafe_view") and not self._is_viewable(node):
             node.target = aten.reshape.default  # a shard may be strided where the whole was contiguous
         node.meta["local_val"] = self._evaluate(node)
         self._check(node)
 
     def _evaluate(self, node: Node) -> Any:
+        call = (node.target, _given(node.args), _given(node.kwargs))
+        if call not in self.known:
+            self.known[call] = self._shared(self._called(node))
+        return self.known[call]
+
+    def _shared(self, value: Any) -> Any:
+        """The first value that is like this one in all that a call may ask of it."""
+        if not isinstance(value, (torch.Tensor, tuple, list)):
+            return value
+        return self.kept.setdefault(_signature(value), value)
+
+    def _called(self, node: Node) -> Any:
         def local(n: Node) -> Any:
             return n.meta["local_val"]
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), local)
         if node.target in _FAKE_NUMBERS:
             return _FAKE_NUMBERS[node.target](self.mesh, *args)
-        if node.target in _FAKE_COLLECTIVES:
-            with self.mode:
+        with self.mode:
+            if node.target in _FAKE_COLLECTIVES:
                 return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
-        assert callable(node.target), node.format_node()
-        call = _signature((node.target, args, kwargs))
+            assert callable(node.target), node.format_node()
+            return node.target(*args, **kwargs)
+
+    def _is_viewable(self, node: Node) -> bool:
+        """Whether the strides allow the view."""
+        value, size = node_argument(node, 0), argument(node, 1, "size")
+        call = (_is_viewable, _given(value), _given(size))
         if call not in self.known:
-            with self.mode:
-                self.known[call] = node.target(*args, **kwargs)
-        return self.known[call]
+            self.known[call] = _is_viewable(value.meta["local_val"], size)
+        found: bool = self.known[call]
+        return found
 
     def _check(self, node: Node) -> None:
         layouts = node.meta.get("layout")
@@ -143,7 +180,7 @@ class Localiser:
         pairs = zip(layouts, values, strict=True) if isinstance(layouts, tuple) else [(layouts, values)]
         for layout, value in pairs:
             if layout is not None:
-                expected = layout.local_shape(self.mesh)
+                expected = self.local_shape(layout)
                 assert tuple(value.shape) == expected, f"{node.meta.get('key')}: {tuple(value.shape)} is not {layout}"
 
     # -- building ----------------------------------------------------------------------------------------------
@@ -220,7 +257,7 @@ class Localiser:
             if trailing:
                 padding = self.call(node, aten.view.default, padding, [size, *[1] * trailing])
             filled = self.call(node, aten.masked_fill.Scalar, filled, padding, fill)
-        result = self._reshaped(node, filled, layout.local_shape(self.mesh))
+        result = self._reshaped(node, filled, self.local_shape(layout))
         result.meta.update(layout=layout, val=value.meta["val"])  # it stands for the operand, not for `node`
         return result
 
@@ -233,7 +270,7 @@ class Localiser:
         padded = self._padded(node, flat, after.local_factor_shape(self.mesh), str(axis))
         moved = self.call(node, target, padded, axis, *args)
         cut = self._cut(node, moved, after.local_factor_shape(self.mesh))
-        result = self._reshaped(node, cut, after.local_shape(self.mesh))
+        result = self._reshaped(node, cut, self.local_shape(after))
         result.meta["layout"] = after
         self._check(result)
         node.replace_all_uses_with(result)
@@ -258,11 +295,10 @@ class Localiser:
         return self.call(node, aten.view.default, value, list(shape))
 
 
-def _is_viewable(node: Node) -> bool:
+def _is_viewable(value: torch.Tensor, size: Any) -> bool:
     """Whether the strides allow the view. Asked of a meta tensor: torch 2.13's fake tensors allow too much."""
-    value = node_argument(node, 0).meta["local_val"]
     try:
-        torch.empty_strided(value.shape, value.stride(), device="meta").view(argument(node, 1, "size"))
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(size)
     except RuntimeError:
         return False
     return True

@@ -17,6 +17,7 @@ of its storage. Where a donated output's value can't be computed in place it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,8 +57,10 @@ def donated_slots(part: Part) -> tuple[Slot, ...]:
 
 def _reinplace(part: Part, graph: fx.Graph) -> None:
     _copy_outputs_that_pass_through(part, graph)
-    _reduce_in_place(graph)
-    storage = _Storage(graph, part)
+    lives = lifetimes(graph)
+    if _reduce_in_place(graph, lives):
+        lives = lifetimes(graph)
+    storage = _Storage(graph, part, lives)
     for node in list(graph.nodes):
         if node.op == "call_function" and not is_mutating(node):
             _overwrite(node, storage)
@@ -75,7 +78,7 @@ class _Storage:
 
     graph: fx.Graph
     part: Part
-    lives: Lifetimes = field(init=False)
+    lives: Lifetimes
     merged: dict[Origin, Origin] = field(default_factory=dict)
     """Storage that is no longer made → the storage that its value is written into."""
     death: dict[Origin, int] = field(init=False)
@@ -88,7 +91,6 @@ class _Storage:
     """Input storage → its slot."""
 
     def __post_init__(self) -> None:
-        self.lives = lifetimes(self.graph)
         self.slot_of = {(node, 0): slot for slot, node in _placeholders(self.part, self.graph).items()}
         self.death = dict(self.lives.death)
         self.writers = dict(self._donations())
@@ -232,6 +234,7 @@ def _others_are_apart(operand: fx.Node, node: fx.Node, storage: _Storage) -> boo
     return len(others) == 1 or (is_pointwise(node.target) and all(other is operand for other in others))
 
 
+@functools.cache
 def inplace_overload(target: Any) -> torch._ops.OpOverload | None:
     """The in-place form with the same arguments: `aten.add.Tensor` → `aten.add_.Tensor`."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or len(target._schema.returns) != 1:
@@ -244,6 +247,7 @@ def inplace_overload(target: Any) -> torch._ops.OpOverload | None:
     return found if same else None
 
 
+@functools.cache
 def out_overload(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
     """The `out=` form of a pointwise op, and the keyword of what it writes."""
     if not is_pointwise(target) or target.namespace != "aten" or len(target._schema.returns) != 1:
@@ -266,22 +270,26 @@ def _argument_names(target: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in target._schema.arguments]
 
 
-def _reduce_in_place(graph: fx.Graph) -> None:
-    """An all-reduce takes the storage of what it reduces, if the part made that and nothing in it is read later."""
-    lives = lifetimes(graph)
+def _reduce_in_place(graph: fx.Graph, lives: Lifetimes) -> bool:
+    """An all-reduce takes the storage of what it reduces, if the part made that and nothing in it is read later.
+
+    Whether there is such a one.
+    """
+    starts = [node for node in graph.nodes if node.target is collectives.all_reduce_start]
     lying: dict[Origin, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in graph.nodes if starts else ():
         for origin in lives.of(node) if node.op == "call_function" else ():
             lying.setdefault(origin, []).append(node)
-    for node in graph.nodes:
-        if node.target is not collectives.all_reduce_start:
-            continue
+    found = False
+    for node in starts:
         operand = node_argument(node, 0)
         origins = lives.of(operand)
         others = [other for origin in origins for other in lying.get(origin, ()) if other is not node]
         is_last = all(lives.last_use[other] <= lives.position[node] for other in others)
         if len(origins) == 1 and _owner(origins).op == "call_function" and is_last and _is_whole(operand):
             node.kwargs = {**node.kwargs, "inplace": True}
+            found = True
+    return found
 
 
 def _owner(origins: frozenset[Origin]) -> fx.Node:
@@ -298,6 +306,8 @@ def _copy_outputs_that_pass_through(part: Part, graph: fx.Graph) -> None:
     """An output that lies in a donated input but belongs to another slot gets a storage of its own."""
     placeholders = _placeholders(part, graph)
     donated = {(placeholders[slot], 0): slot for slot in donated_slots(part)}
+    if not donated:
+        return
     lives = lifetimes(graph)
     final = graph.output_node()
     values = list(output_values(graph))

@@ -93,7 +93,7 @@ def _reorder(graph: fx.Graph, order: list[fx.Node]) -> None:
     last: fx.Node | None = None
     for wanted in order[:-1]:
         node = nodes[wanted.name]
-        if last is not None:
+        if last is not None and last.next is not node:
             last.append(node)
         last = node
 

@@ -7,6 +7,7 @@ transfer. Numbers stay bit-equal.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from autopar import markers
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Transfer, Value
-from autopar.rules.nodes import node_argument
+from autopar.rules.nodes import copy_node, node_argument
 from passes.context import Context
 from passes.editing import Uncompiled
 
@@ -41,6 +42,8 @@ class _Splitter:
     graph: Graph
     mesh: Mesh
     part_of: dict[Node, _Key] = field(default_factory=dict)
+    nodes: dict[_Key, list[Node]] = field(default_factory=lambda: defaultdict(list))
+    """Those of each part."""
     slots: dict[Node, Slot] = field(default_factory=dict)
     """The slot that holds a node's value where it was made (or comes in)."""
     inputs: dict[_Key, dict[Node, Slot]] = field(default_factory=dict)
@@ -56,6 +59,7 @@ class _Splitter:
                 self.slots[node] = Slot(role.kind, role.name)
             elif node.op == "call_function":
                 self.part_of[node] = (node.meta["stage"], node.meta["phase"])
+                self.nodes[self.part_of[node]].append(node)
         for stage in range(self.mesh.num_stages):
             self.values[stage] = {}
             for part in PARTS:
@@ -123,11 +127,11 @@ class _Splitter:
 
     # -- graphs ------------------------------------------------------------------------------------------------
     def stage(self, index: int) -> StageProgram:
-        phases = {phase for _, phase in self.part_of.values()}
+        phases = {phase for _, phase in self.nodes}
         always = {"forward", "backward"} & phases  # the schedule has an action for each, though it may do nothing
         parts = {}
         for name in PARTS:
-            nodes = [n for n in self.graph.nodes if self.part_of.get(n) == (index, name)]
+            nodes = self.nodes.get((index, name), [])
             if nodes or self.outputs[index, name] or name in always:
                 parts[name] = self._part(index, name, nodes)
         return StageProgram(index, parts, self.values[index])
@@ -149,11 +153,11 @@ class _Splitter:
             if source not in env:
                 env[source] = self._copy(graph, source, env, slots)  # a coordinate from another part
         if node.target is not markers.accumulate:
-            return graph.node_copy(node, env.__getitem__)
+            return copy_node(graph, node, env.__getitem__)
         with graph.inserting_before(_first_call(graph)):
             total = _placeholder(graph, node, self.slots[node], slots)
         new = graph.call_function(torch.ops.aten.add.Tensor, (total, env[node_argument(node, 0)]))
-        new.meta = dict(node.meta)
+        new.meta.update(node.meta)
         return new
 
 
@@ -163,6 +167,6 @@ def _first_call(graph: Graph) -> Node:
 
 def _placeholder(graph: Graph, source: Node, slot: Slot, slots: list[Slot]) -> Node:
     node = graph.placeholder(str(slot).replace(":", "_").replace(".", "_"))
-    node.meta = {**source.meta, "slot": slot}
+    node.meta.update(source.meta, slot=slot)
     slots.append(slot)
     return node

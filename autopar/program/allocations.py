@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -113,6 +113,8 @@ class Events:
     """Inputs that nothing reads: freed at once."""
     events: tuple[Event, ...]
     outputs: tuple[Origin | None, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was derived from these, by what else it depends on."""
 
 
 def part_events(part: Part, mesh: Mesh) -> Events:
@@ -128,8 +130,8 @@ def part_events(part: Part, mesh: Mesh) -> Events:
     events, regions = [], _regions(graph)
     for node in graph.nodes:
         if node.op == "call_function":
-            event = _event(node, mesh, lives, classes, adopted, tuple(dying.get(lives.position[node], ())))
-            events.append(replace(event, region=regions[node]))
+            dead = tuple(dying.get(lives.position[node], ()))
+            events.append(_event(node, mesh, lives, classes, adopted, dead, regions[node]))
     unread = tuple(origin for origin in inputs if lives.death[origin] == lives.position[origin[0]])
     return Events(inputs, unread, tuple(events), tuple(_origin_of(value, lives) for value in output_values(graph)))
 
@@ -156,6 +158,7 @@ def _event(
     classes: Mapping[fx.Node, str],
     adopted: Mapping[fx.Node, bool],
     dying: tuple[Origin, ...],
+    region: str,
 ) -> Event:
     own = sorted({origin for origin in lives.of(node) if origin[0] is node}, key=lambda origin: origin[1])
     if node in adopted:
@@ -163,10 +166,10 @@ def _event(
         total, size = _origin_of(node, lives), local_bytes(node, mesh)
         assert accumulator is not None and gradient is not None and total is not None
         makes = tuple((origin, size, "gradients") for origin in own)
-        return Event(node.name, makes, 0, Sum(accumulator, gradient, total, size, adopted[node]), dying)
+        return Event(node.name, makes, 0, Sum(accumulator, gradient, total, size, adopted[node]), dying, region)
     makes = tuple((origin, _made_bytes(node, origin[1], mesh), classes[node]) for origin in own)
     transient = buffer_bytes(node, mesh) if is_collective(node) and not is_start(node) else 0
-    return Event(node.name, makes, transient, None, dying)
+    return Event(node.name, makes, transient, None, dying, region)
 
 
 def _made_bytes(node: fx.Node, output: int, mesh: Mesh) -> int:

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.mesh import Mesh
@@ -99,10 +99,22 @@ def stage_peaks(
 ) -> dict[Region, MemoryProfile]:
     """The peak in each call and layer of a whole step on a rank of `stage`, see `stage_peak`."""
     program = pipeline.stages[stage]
-    if optional is None:
-        optional = {name: optional_slots(part) for name, part in program.parts.items()}
-    plan = without_zeros(plan_steps(pipeline)[stage], optional)
+    plan = without_zeros(plan_steps(pipeline)[stage], _optional(program) if optional is None else optional)
     return _StageWalk(pipeline, program, plan).peaks()
+
+
+def _optional(program: StageProgram) -> dict[str, tuple[Slot, ...]]:
+    if "optional" not in program.memo:
+        program.memo["optional"] = {name: optional_slots(part) for name, part in program.parts.items()}
+    found: dict[str, tuple[Slot, ...]] = program.memo["optional"]
+    return found
+
+
+def _events(program: StageProgram, mesh: Mesh) -> dict[str, Events]:
+    if ("events", mesh) not in program.memo:
+        program.memo["events", mesh] = {name: part_events(part, mesh) for name, part in program.parts.items()}
+    found: dict[str, Events] = program.memo["events", mesh]
+    return found
 
 
 # -- the heap --------------------------------------------------------------------------------------------------------
@@ -113,6 +125,46 @@ class _Block:
     size: int
     kind: str
     holders: int = 0
+
+
+_Given = tuple[tuple[int, int, str, bool] | None, ...]
+"""What a call is given: per input its number (of a block that stands several times, the last), bytes, class, and
+whether somebody else holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What a call does to the memory, from what is live at its start."""
+
+    peaks: Mapping[str, MemoryProfile]
+    """By layer, less what was live; `where` is the text after the call's."""
+    live: Mapping[str, int]
+    """By class, how much more there is afterwards."""
+    made: tuple[tuple[int, str], ...]
+    """(bytes, class) of new blocks that are returned."""
+    outputs: tuple[int | None, ...]
+    """Numbers of inputs, and after those of `made`."""
+
+
+def _walk(part: Events, given: _Given) -> _Walk:
+    memory, known = _Memory(), dict[int, _Block]()
+    inputs: list[_Block | None] = []
+    for each in given:
+        if each is None:
+            inputs.append(None)
+        else:
+            number, size, kind, is_held = each
+            inputs.append(known.setdefault(number, _Block(size, kind, int(is_held))))
+    numbers = {id(block): number for number, block in enumerate(inputs) if block is not None}
+    made: list[tuple[int, str]] = []
+    outputs: list[int | None] = []
+    for block in memory.walk(part, inputs):
+        if block is not None and id(block) not in numbers:
+            numbers[id(block)] = len(inputs) + len(made)
+            made.append((block.size, block.kind))
+        outputs.append(None if block is None else numbers[id(block)])
+    peaks = {region: peak for (_, region), peak in memory.peaks.items()}
+    return _Walk(peaks, dict(memory.live), tuple(made), tuple(outputs))
 
 
 @dataclass(slots=True)
@@ -158,13 +210,42 @@ class _Memory:
             self.peaks[where, region] = MemoryProfile(**now, where=f"{where}: {event.name}" if event else where)
 
     def run(self, part: Events, inputs: list[_Block | None], where: str) -> list[_Block | None]:
-        """Walks one call; the returned blocks of the outputs are held once more, for the caller."""
+        """Walks one call; the returned blocks of the outputs are held once more, for the caller.
+
+        Calls that are given alike do alike: each kind of them is walked once, from nothing live.
+        """
+        numbers = {id(block): number for number, block in enumerate(inputs) if block is not None}
+        for block in self.dropped:
+            if id(block) in numbers:
+                block.holders -= 1  # it dies within the call, if nobody else holds it
+            else:
+                self.drop(block)
+        self.dropped.clear()
+        given = tuple(None if b is None else (numbers[id(b)], b.size, b.kind, b.holders > 0) for b in inputs)
+        if given not in part.memo:
+            part.memo[given] = _walk(part, given)
+        return self._apply(part.memo[given], inputs, where)
+
+    def _apply(self, call: _Walk, inputs: Sequence[_Block | None], where: str) -> list[_Block | None]:
+        for region, peak in call.peaks.items():
+            before = self.peaks.get((where, region))
+            if before is None or self.live.total() + peak.peak > before.peak:
+                now = {kind: self.live[kind] + getattr(peak, kind) for kind in CLASSES}
+                self.peaks[where, region] = MemoryProfile(**now, where=f"{where}{peak.where}")
+        for kind, size in call.live.items():
+            self.live[kind] += size
+        blocks = [*inputs, *(_Block(size, kind) for size, kind in call.made)]
+        outputs = [blocks[number] if number is not None else None for number in call.outputs]
+        for block in outputs:
+            self.hold(block)
+        return outputs
+
+    def walk(self, part: Events, inputs: Sequence[_Block | None]) -> list[_Block | None]:
+        """Walks one call event by event, as `run` does."""
+        where = ""
         blocks: dict[Origin, _Block | None] = dict(zip(part.inputs, inputs, strict=True))
         for block in inputs:
             self.hold(block)
-        for block in self.dropped:
-            self.drop(block)
-        self.dropped.clear()
         for origin in part.unread:
             self.drop(blocks.pop(origin))
         self.record(where)
@@ -207,10 +288,12 @@ class _StageWalk:
     memory: _Memory = field(default_factory=_Memory)
     store: dict[int, _Block] = field(default_factory=dict)
     sending: dict[Message, _Block] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
 
     def peaks(self) -> dict[Region, MemoryProfile]:
         mesh = self.pipeline.mesh.spmd
-        events = {name: part_events(part, mesh) for name, part in self.program.parts.items()}
+        events = _events(self.program, mesh)
+        self.slots = self.plan.slots
         self._begin(mesh)
         calls = self.plan.calls
         self._post(calls[0], mesh)
@@ -229,7 +312,7 @@ class _StageWalk:
 
     def _begin(self, mesh: Mesh) -> None:
         """What the step starts with: everything across steps, the batch, scalars, accumulators that are kept."""
-        slots = self.plan.slots
+        slots = self.slots
         for cell, slot in slots.items():
             given = (*ACROSS_STEPS, "batch", "whole", "random", "scalar")
             if slot.kind in given or cell in self.plan.zeroed:
@@ -243,14 +326,12 @@ class _StageWalk:
                     self.memory.new(local_bytes(node, mesh), "parameters")
 
     def _post(self, call: Call, mesh: Mesh) -> None:
-        slots = self.plan.slots
         for _, cell in call.posts:
-            self.store[cell] = self.memory.new(slot_bytes(self.program.values[slots[cell]], mesh), "buffers")
+            self.store[cell] = self.memory.new(slot_bytes(self.program.values[self.slots[cell]], mesh), "buffers")
 
     def _receive(self, call: Call) -> None:
-        slots = self.plan.slots
         for _, cell in call.receives:
-            self.memory.change_class(self.store[cell], class_of(slots[cell]))
+            self.memory.change_class(self.store[cell], class_of(self.slots[cell]))
         for message in call.settled:
             self.memory.drop(self.sending.pop(message))
 

@@ -28,7 +28,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -90,6 +90,8 @@ class StageProgram:
     index: int
     parts: dict[str, Part]
     values: dict[Slot, Value]
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What was derived from the parts, once they are lowered and no longer change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -162,8 +163,21 @@ class _Planner:
     pipeline: Pipeline
     stage: StageProgram
     cells: dict[Key, int] = field(default_factory=dict)
+    into: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """The transfers to this stage, by what is received."""
+    out: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Those from it, by the part that makes what is sent."""
+    places: dict[int, tuple[bool, dict[int | None, int]]] = field(default_factory=dict)
+    """By a slot's id, for its hash is dear: whether it has a cell at each microbatch, and its cells."""
+    same: dict[Slot, tuple[bool, dict[int | None, int]]] = field(default_factory=dict)
+    """The same by slot."""
 
     def plan(self) -> StepPlan:
+        for index, transfer in enumerate(self.pipeline.transfers):
+            if transfer.target == self.stage.index:
+                self.into[transfer.slot.name].append(index)
+            if transfer.source == self.stage.index:
+                self.out[transfer.part].append(index)
         actions = list(_actions(self.pipeline, self.stage))
         last = {part: i for i, (part, _) in enumerate(actions)}
         received = set[Message]()
@@ -188,27 +202,38 @@ class _Planner:
         )
 
     def _message(self, slot: Slot, microbatch: int | None) -> Message:
-        index = _transfer_into(self.pipeline, self.stage.index, slot)
+        index = self._transfer_into(slot)
         if not _is_per_microbatch(self.pipeline.transfers[index]):
             return Message(index, None)
         assert microbatch is not None, f"{slot} of stage {self.stage.index} is read by a step-level part"
         return Message(index, microbatch)
 
     def _sends(self, part: str, microbatch: int | None, is_last: bool) -> Iterator[tuple[Message, int]]:
-        for index, transfer in enumerate(self.pipeline.transfers):
-            if transfer.source != self.stage.index or transfer.part != part:
-                continue
+        for index in self.out.get(part, ()):
+            transfer = self.pipeline.transfers[index]
             at = microbatch if _is_per_microbatch(transfer) else None
             if at is not None or is_last:
                 yield Message(index, at), self._cell(transfer.slot, microbatch)
 
     def _cell(self, slot: Slot, microbatch: int | None) -> int:
-        is_per_microbatch = slot.kind in PER_MICROBATCH or (
-            slot.kind == "received"
-            and _is_per_microbatch(self.pipeline.transfers[_transfer_into(self.pipeline, self.stage.index, slot)])
+        if id(slot) not in self.places:
+            self.places[id(slot)] = self.same.setdefault(slot, (self._is_per_microbatch(slot), {}))
+        is_per_microbatch, cells = self.places[id(slot)]
+        at = microbatch if is_per_microbatch else None
+        if at not in cells:
+            cells[at] = self.cells[slot, at] = len(self.cells)
+        return cells[at]
+
+    def _is_per_microbatch(self, slot: Slot) -> bool:
+        is_received = slot.kind == "received"
+        return slot.kind in PER_MICROBATCH or (
+            is_received and _is_per_microbatch(self.pipeline.transfers[self._transfer_into(slot)])
         )
-        key = (slot, microbatch if is_per_microbatch else None)
-        return self.cells.setdefault(key, len(self.cells))
+
+    def _transfer_into(self, slot: Slot) -> int:
+        found = self.into.get(slot.name, [])
+        assert len(found) == 1, f"{slot} of stage {self.stage.index} comes from {len(found)} transfers"
+        return found[0]
 
     def _with_lifetimes(self, calls: list[Call]) -> StepPlan:
         read_at: dict[int, int] = {}
@@ -243,34 +268,28 @@ def _is_per_microbatch(transfer: Transfer) -> bool:
     return transfer.part in MICROBATCH_PARTS and transfer.slot.kind in PER_MICROBATCH
 
 
-def _transfer_into(pipeline: Pipeline, stage: int, slot: Slot) -> int:
-    found = [i for i, t in enumerate(pipeline.transfers) if t.target == stage and t.slot.name == slot.name]
-    assert len(found) == 1, f"{slot} of stage {stage} comes from {len(found)} transfers"
-    return found[0]
-
-
 # -- all stages --------------------------------------------------------------------------------------------------
 def _post_in_order(plan: StepPlan, pipeline: Pipeline, plans: tuple[StepPlan, ...]) -> StepPlan:
     """Fills `posts`: NCCL matches sends and receives of an edge by their order alone."""
     awaited = {message: cell for call in plan.calls for message, cell in call.receives}
     queues: dict[int, list[Message]] = {}
+    place: dict[Message, int] = {}
     for source in plans:
         sent = (message for call in source.calls for message, _ in call.sends)
         queue = [message for message in sent if pipeline.transfers[message.transfer].target == plan.stage]
         unread = [message for message in queue if message not in awaited]
         assert not unread, f"stage {plan.stage} never reads {unread[0].text(pipeline)}"
         queues[source.stage] = queue
-    posted = set[Message]()
+        place |= {message: number for number, message in enumerate(queue)}
+    posted = dict.fromkeys(queues, 0)
 
     def posts(call: Call) -> Iterator[Message]:
         for message, _ in call.receives:
-            queue = queues[pipeline.transfers[message.transfer].source]
-            if message not in queue:
+            source = pipeline.transfers[message.transfer].source
+            if message not in place:
                 raise PlanError(f"stage {plan.stage}, {call}: {message.text(pipeline)} is never sent")
-            for earlier in queue[: queue.index(message) + 1]:
-                if earlier not in posted:
-                    posted.add(earlier)
-                    yield earlier
+            yield from queues[source][posted[source] : place[message] + 1]
+            posted[source] = max(posted[source], place[message] + 1)
 
     calls = [replace(call, posts=tuple((message, awaited[message]) for message in posts(call))) for call in plan.calls]
     return replace(plan, calls=tuple(calls))

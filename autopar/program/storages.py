@@ -14,8 +14,10 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +48,7 @@ def target_name(node: fx.Node) -> str:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node is one of `autopar.collectives` (start and wait included)."""
-    return node.op == "call_function" and getattr(node.target, "__module__", None) == _COLLECTIVES
+    return node.op == "call_function" and _is_of_collectives(node.target)
 
 
 def is_start(node: fx.Node) -> bool:
@@ -57,6 +59,11 @@ def is_start(node: fx.Node) -> bool:
 def is_wait(node: fx.Node) -> bool:
     """Whether the node awaits a started collective."""
     return is_collective(node) and target_name(node) == "wait"
+
+
+def _is_of_collectives(target: Any) -> bool:
+    is_op = isinstance(target, torch._ops.OpOverload)  # asked of every node: its attributes are dear
+    return not is_op and getattr(target, "__module__", None) == _COLLECTIVES
 
 
 def gathers_in_place(node: fx.Node) -> bool:
@@ -85,9 +92,11 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's only effect is another view of its first operand's storage."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
+    return isinstance(node.target, torch._ops.OpOverload) and _is_view(node.target)
+
+
+@functools.cache
+def _is_view(target: torch._ops.OpOverload) -> bool:
     return not target._schema.is_mutable and _aliased_argument(target, 0) == 0
 
 
@@ -95,6 +104,7 @@ def _is_unmarked_view(target: torch._ops.OpOverload) -> bool:
     return target._schema.name in _UNMARKED_VIEWS
 
 
+@functools.cache
 def _aliased_argument(target: torch._ops.OpOverload, output: int) -> int | None:
     """Index of the argument in whose storage the output lies, by the schema's alias sets."""
     if _is_unmarked_view(target):
@@ -144,7 +154,13 @@ class Lifetimes:
 
     def of(self, node: fx.Node) -> frozenset[Origin]:
         """Every storage that the node's value keeps alive."""
-        return frozenset().union(*self.origins[node])
+        return _union(self.origins[node])
+
+
+def _union(origins: Iterable[frozenset[Origin]]) -> frozenset[Origin]:
+    """All of several sets: nearly always there is one."""
+    first, *rest = [*origins] or [frozenset[Origin]()]
+    return first.union(*rest) if rest else first
 
 
 def lifetimes(graph: fx.Graph) -> Lifetimes:
@@ -156,9 +172,9 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
     for node in graph.nodes:
         origins[node] = _origins(node, origins)
         readers = () if is_unpacked(node) else node.users
-        last_use[node] = max((position[user] for user in readers), default=position[node])
-        for origin in frozenset().union(*origins[node]):
-            death[origin] = max(death.get(origin, 0), last_use[node])
+        last = last_use[node] = max(map(position.__getitem__, readers), default=position[node])
+        for origin in itertools.chain.from_iterable(origins[node]):
+            death[origin] = max(death.get(origin, 0), last)
     return Lifetimes(position, origins, last_use, death)
 
 
@@ -178,7 +194,7 @@ def _origins(node: fx.Node, known: dict[fx.Node, Origins]) -> Origins:
 
 
 def _item(origins: Origins, index: Any) -> frozenset[Origin]:
-    return origins[index] if isinstance(index, int) and index < len(origins) else frozenset().union(*origins)
+    return origins[index] if isinstance(index, int) and index < len(origins) else _union(origins)
 
 
 def _operand(node: fx.Node, index: int) -> fx.Node:
@@ -190,16 +206,16 @@ def _operand(node: fx.Node, index: int) -> fx.Node:
 def _collective_origins(node: fx.Node, known: dict[fx.Node, Origins]) -> frozenset[Origin]:
     own = frozenset({(node, 0)})
     if is_start(node) and reduces_in_place(node):
-        return frozenset().union(*known[_operand(node, 0)])
+        return _union(known[_operand(node, 0)])
     if is_start(node):
         return own.union(*known[_operand(node, 0)])
     if is_wait(node):
         pending = _operand(node, 0)
         if reduces_in_place(pending):
-            return frozenset().union(*known[pending])
+            return _union(known[pending])
         return frozenset({(pending, 0)}) if gathers_in_place(pending) else own
     if target_name(node) == "shard":
-        return frozenset().union(*known[_operand(node, 0)])
+        return _union(known[_operand(node, 0)])
     return own
 
 
@@ -210,7 +226,9 @@ def _output_origins(node: fx.Node, output: int, known: dict[fx.Node, Origins]) -
         return frozenset({(node, output)})
     name = node.target._schema.arguments[argument].name
     operand = node.args[argument] if argument < len(node.args) else node.kwargs[name]
-    return frozenset().union(*(origin for source in nodes_in(operand) for origin in known[source]))
+    if isinstance(operand, fx.Node):
+        return _union(known[operand])
+    return _union(origin for source in nodes_in(operand) for origin in known[source])
 
 
 def nodes_in(argument: Any) -> Iterator[fx.Node]:

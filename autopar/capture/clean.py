@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.layers import block_of
 from autopar.private import OpOverload, schema_of, size_expression
 
 aten = torch.ops.aten
@@ -221,7 +222,9 @@ def _sizes(sizes: Any) -> list[Any]:
 # -- equal nodes -----------------------------------------------------------------------------------------------------
 
 _MERGED_IN_PHASE = {"full", "scalar_tensor", "arange", "zeros", "ones", "_to_copy", "expand", "eq", "bitwise_not"}
-"""Cheap to make again: merged only within a phase, so that nothing is kept from forward to backward for their sake."""
+"""Cheap to make again: merged only within a phase, so that nothing is kept from forward to backward for their sake; in
+the backward only within a layer, so that nothing passes from stage to stage. (In the forward what depends on no
+parameter is made by each stage that needs it.)"""
 
 
 def _merge_equal(graph: fx.Graph) -> None:
@@ -231,7 +234,7 @@ def _merge_equal(graph: fx.Graph) -> None:
             continue
         name = node.target.overloadpacket.__name__
         if name in _MERGED_IN_PHASE:
-            scope = node.meta.get("phase", "")
+            scope = _scope(node)
         elif is_view(node):
             scope = ""
         else:
@@ -240,6 +243,12 @@ def _merge_equal(graph: fx.Graph) -> None:
         earlier = first.setdefault(key, node)
         if earlier is not node:
             node.replace_all_uses_with(earlier)
+
+
+def _scope(node: fx.Node) -> str:
+    label = node.meta.get("custom", {})
+    phase = label.get("phase", "")
+    return f"{phase} of {block_of(label['path'])}" if phase == "backward" else phase
 
 
 def is_view(node: fx.Node) -> bool:

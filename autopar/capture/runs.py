@@ -61,6 +61,9 @@ class Run:
 Numbers = tuple[int, ...]
 """Periods of a run that stand for all of them."""
 
+_Found = tuple[Run, int, int, int]
+"""(run, times, period, offset) of a block of a run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
@@ -93,9 +96,11 @@ class Repeats:
 
     def between(self, low: str, high: str) -> tuple[int, str | None]:
         """How often the two blocks come one after another; and where a period stands for several, so that one like
-        that of `low` follows `low`, the block that then stands in the place of `high`."""
+        that of `low` follows `low`, the block that then stands in the place of `high`.
+
+        Of blocks that don't follow each other each that one stands for meets the other."""
         here, there = self._find(low), self._find(high)
-        if here is None or there is None or here[0] is not there[0] or here[2] == there[2]:
+        if here is None or there is None or here[0] is not there[0] or not self._follows(here, there):
             return max(self.times(low), self.times(high)), None
         return 1, here[0].block(here[2], there[3]) if here[1] > 1 else None
 
@@ -123,8 +128,12 @@ class Repeats:
             for row in zip(*(self.blocks(block) for block in members), strict=True):
                 yield from zip(row, members, strict=True)
 
-    def _find(self, block: str) -> tuple[Run, int, int, int] | None:
-        """(run, times, period, offset) of a block of a run."""
+    def _follows(self, here: _Found, there: _Found) -> bool:
+        """Whether the period there is the next one after that here, of the same run."""
+        numbers = self.numbers[self.runs.index(here[0])]
+        return numbers.index(there[2]) == numbers.index(here[2]) + 1
+
+    def _find(self, block: str) -> _Found | None:
         for run, numbers, counts in zip(self.runs, self.numbers, self.counts, strict=True):
             place = run.place(block)
             if place is not None:

@@ -166,15 +166,16 @@ def _segment_seconds(problem: CutProblem, stage: int) -> Array:
     """[start, end]: seconds of the stage with layers start..end-1; infinite where they don't fit."""
     size = len(problem.layers)
     result = np.full((size + 1, size + 1), np.inf)
+    fixed = np.array([0.0, *(_fixed_seconds(problem, stage, end) for end in range(1, size + 1))])
     if math.isinf(problem.capacity):  # everybody takes the fastest point
         upto = np.cumsum([0.0, *(min(point.seconds for point in layer.points) for layer in problem.layers)])
-        fixed = np.array([0.0, *(_fixed_seconds(problem, stage, end) for end in range(1, size + 1))])
         return np.where(np.tri(size + 1, k=-1, dtype=bool).T, upto[None, :] - upto[:, None] + fixed[None, :], np.inf)
+    known: dict[tuple[int, int], _Front] = {}
     for start in range(size):
-        for end, front in enumerate(_fronts(problem, stage, start), start + 1):
+        for end, front in enumerate(_fronts(problem, stage, start, known), start + 1):
             if not len(front.used):
                 break
-            result[start, end] = front.seconds[-1] + _fixed_seconds(problem, stage, end)
+            result[start, end] = front.seconds[-1] + fixed[end]
     return result
 
 
@@ -191,17 +192,33 @@ def _fixed_seconds(problem: CutProblem, stage: int, end: int) -> float:
     return problem.own_seconds(stage) + (problem.layers[end - 1].cut_seconds if is_cut else 0.0)
 
 
-def _fronts(problem: CutProblem, stage: int, start: int) -> Iterator[_Front]:
-    """The fronts of the segments that begin at `start`, one layer longer each time."""
-    room = problem.capacity * (1 + TOLERANCE) - problem.own_bytes(stage)
-    front = _Front(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
+_NOTHING = _Front(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
+"""The front of no layers."""
+
+
+def _fronts(
+    problem: CutProblem, stage: int, start: int, known: dict[tuple[int, int], _Front] | None = None
+) -> Iterator[_Front]:
+    """The fronts of the segments that begin at `start`, one layer longer each time.
+
+    `known` keeps those of a stage, by the front without its last layer and that layer's points: segments of layers
+    that have the same points share theirs.
+    """
+    known = {} if known is None else known
+    room, front = problem.capacity * (1 + TOLERANCE) - problem.own_bytes(stage), _NOTHING
     if room < 0:
         return
     for layer in problem.layers[start:]:
-        used = np.array([point.static_bytes + problem.in_flight[stage] * point.saved_bytes for point in layer.points])
-        seconds = np.array([point.seconds for point in layer.points])
-        front = _extend(front, used, seconds, room)
+        key = (id(front), id(layer.points))
+        if key not in known:
+            known[key] = _extended(front, layer, problem.in_flight[stage], room)
+        front = known[key]
         yield front
+
+
+def _extended(front: _Front, layer: Layer, in_flight: int, room: float) -> _Front:
+    used = np.array([point.static_bytes + in_flight * point.saved_bytes for point in layer.points])
+    return _extend(front, used, np.array([point.seconds for point in layer.points]), room)
 
 
 def _extend(front: _Front, used: Array, seconds: Array, room: float) -> _Front:

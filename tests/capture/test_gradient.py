@@ -370,6 +370,31 @@ def test_views_are_merged() -> None:
     assert len(set(described)) == len(described)
 
 
+class Sorted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.gather(1, y.argsort(1)) * torch.ones(6)
+
+
+class SortedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sorted(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_cheap_values_are_made_anew_in_the_backward_of_each_layer() -> None:
+    """A gradient of zeros that all layers shared would pass from stage to stage."""
+    nodes = call_nodes(TrainStep(SortedLayers(), torch.randn(4, 6)).capture())
+    zeros = [node for node in nodes if op_name(node) == "zeros"]
+    assert [node.meta["path"] for node in zeros] == ["blocks.1", "blocks.0"]
+    assert len([node for node in nodes if op_name(node) == "ones"]) == 1  # both layers read it
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -75,6 +75,30 @@ class Dropping(nn.Module):
         return self.last(F.dropout(self.shared(x), 0.1)).square().mean()
 
 
+class Gathering(nn.Module):
+    """The backward of each block makes the same zeros."""
+
+    def __init__(self, width: int = 8, layers: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Gathered(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Gathered(nn.Linear):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        return scores.gather(1, scores.topk(2).indices).sum(1, keepdim=True)
+
+
 def gpt_step(microbatches: int = 2, **options) -> TrainStep:
     torch.manual_seed(0)
     return TrainStep(GPT(width=8, layers=6, **options), token_batch(8), microbatches=microbatches)
@@ -89,7 +113,11 @@ def dropping_step(microbatches: int = 2) -> TrainStep:
     return TrainStep(Dropping(), torch.randn(8, 8), microbatches=microbatches)
 
 
-STEPS = {"gpt": gpt_step, "loop": loop_step, "dropping": dropping_step}
+def gathering_step(microbatches: int = 2) -> TrainStep:
+    return TrainStep(Gathering(), torch.randn(8, 8), microbatches=microbatches)
+
+
+STEPS = {"gpt": gpt_step, "loop": loop_step, "dropping": dropping_step, "gathering": gathering_step}
 
 
 @functools.cache
@@ -147,6 +175,7 @@ def expanded(small: BuiltProblem, large: BuiltProblem, step: StepGraph, choice: 
         ("loop", (0, 1, 4, 5), "dp=2 tp=2", "none"),
         ("loop", (0, 1, 3, 5), "dp=2", "auto"),
         ("dropping", (0, 1, 3, 4, 5, 6), "pp=2 dp=2", "auto"),
+        ("gathering", (0, 1, 3, 4, 5, 6, 7), "pp=2 dp=2", "none"),
     ],
 )
 def test_the_folded_problem_is_the_whole_one(name: str, numbers: tuple[int, ...], mesh: str, recompute: str) -> None:

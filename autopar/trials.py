@@ -324,7 +324,8 @@ class Trials:
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
         first, *others = (relaxed.layers(units, self.may_recompute) for relaxed in known)
         problem = CutProblem(first, stages, count, self.capacity, in_flight_of(stages, count), others=tuple(others))
-        problem = replace(problem, pinned=pinned_stages(self.pins, self.skeletons))
+        once_s = tuple(relaxed.once_s / stages for relaxed in known)
+        problem = replace(problem, pinned=pinned_stages(self.pins, self.skeletons), once_seconds=once_s)
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))
@@ -333,8 +334,7 @@ class Trials:
         layouts = tuple(known[which] for which in found.sets)
         if fitting is None:
             return _Guess(cut, math.inf, False, layouts)
-        once_s = max(relaxed.once_s for relaxed in layouts) / stages
-        return _Guess(cut, found.objective + once_s, not any(found.points), layouts)
+        return _Guess(cut, found.objective, not any(found.points), layouts)
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:
         """What the graph of a cut is priced for, on the mesh of its own stages."""

@@ -62,6 +62,8 @@ class CutProblem:
     """The stage of each layer that has to be on one; empty where none has to."""
     others: tuple[tuple[Layer, ...], ...] = ()
     """Other sets of the same layers."""
+    once_seconds: tuple[float, ...] = ()
+    """Of each set, what a stage that takes it does once a step: the longest of all stages adds to the step."""
 
     @property
     def sets(self) -> tuple[tuple[Layer, ...], ...]:
@@ -105,24 +107,36 @@ def cut_layers(problem: CutProblem) -> Cut | None:
     """
     stages, kinds = range(problem.num_stages), [replace(problem, layers=own, others=()) for own in problem.sets]
     by_set = np.array([[_segment_seconds(p, stage) + _pinned_away(p, stage) for stage in stages] for p in kinds])
-    times = by_set.min(axis=0)
-    least = _cheapest_sum(times)
-    if not math.isfinite(least[0]):
+    once = np.array(problem.once_seconds or (0.0,) * len(kinds))
+    best, best_counts, taken = math.inf, None, by_set
+    for longest in np.unique(once):
+        allowed = np.where((once <= longest)[:, None, None, None], by_set, np.inf)
+        value, counts = _cheapest(problem, allowed.min(axis=0), best - longest)
+        if value + longest < best:
+            best, best_counts, taken = value + longest, counts, allowed
+    if best_counts is None:
         return None
-    candidates = np.unique(times[np.isfinite(times)])
-    best, best_counts = math.inf, None
-    for bound in candidates[_first_feasible(times, candidates) :]:
-        if (problem.microbatches - 1) * bound + least[0] >= best:
+    ends = list(itertools.accumulate(best_counts))
+    places = ((stage, end - count, end) for stage, (count, end) in enumerate(zip(best_counts, ends, strict=True)))
+    sets = tuple(int(taken[:, stage, start, end].argmin()) for stage, start, end in places)
+    return evaluate_cut(problem, best_counts, _points(problem, best_counts, sets), sets)
+
+
+def _cheapest(problem: CutProblem, times: Array, under: float) -> tuple[float, tuple[int, ...] | None]:
+    """The least objective for times[stage, start, end], and the layers per stage; none where it isn't less than
+    `under`."""
+    least, _ = _cheapest_sum(times)
+    best, best_counts = under, None
+    candidates = np.unique(times[np.isfinite(times)]) if math.isfinite(least) else np.zeros(0)
+    first = _first_feasible(times, candidates) if len(candidates) else 0
+    for bound in candidates[first:]:
+        if (problem.microbatches - 1) * bound + least >= best:
             break
         total, counts = _cheapest_sum(np.where(times <= bound, times, np.inf))
         value = total + (problem.microbatches - 1) * _slowest(times, counts)
         if value < best:
             best, best_counts = value, counts
-    assert best_counts is not None, candidates
-    ends = list(itertools.accumulate(best_counts))
-    places = ((stage, end - count, end) for stage, (count, end) in enumerate(zip(best_counts, ends, strict=True)))
-    sets = tuple(int(by_set[:, stage, start, end].argmin()) for stage, start, end in places)
-    return evaluate_cut(problem, best_counts, _points(problem, best_counts, sets), sets)
+    return best, best_counts
 
 
 def _first_feasible(times: Array, candidates: Array) -> int:
@@ -265,7 +279,8 @@ def evaluate_cut(
         held.append(
             problem.own_bytes(stage) + math.fsum(point.static_bytes + in_flight * point.saved_bytes for point in picked)
         )
-    objective = (problem.microbatches - 1) * max(seconds) + math.fsum(seconds)
+    once_s = max(problem.once_seconds[which] for which in taken) if problem.once_seconds else 0.0
+    objective = (problem.microbatches - 1) * max(seconds) + math.fsum(seconds) + once_s
     return Cut(tuple(counts), tuple(points), tuple(seconds), tuple(held), objective, taken)
 
 

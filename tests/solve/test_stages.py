@@ -69,13 +69,14 @@ def test_each_stage_takes_the_set_that_is_best_for_it() -> None:
     for seed in range(60):
         one, other = random_cut_problem(seed), random_cut_problem(seed + 500)
         layers = tuple(itertools.islice(itertools.cycle(other.layers), len(one.layers)))
-        problem = replace(one, others=(layers,))
+        once = (float(seed % 3), float(seed % 2))
+        problem = replace(one, others=(layers,), once_seconds=once)
         best = math.inf
         for sets in itertools.product(range(2), repeat=one.num_stages):
             for counts in every_cut(len(one.layers), one.num_stages):
                 kept = [problem.sets[which] for which, count in zip(sets, counts, strict=True) for _ in range(count)]
                 own = replace(one, layers=tuple(of[i] for i, of in enumerate(kept)))
-                best = min(best, best_by_force(own, [counts]))
+                best = min(best, best_by_force(own, [counts]) + max(once[which] for which in sets))
         cut = cut_layers(problem)
         assert (cut.objective if cut is not None else math.inf) == pytest.approx(best), seed
         mixed += cut is not None and len(set(cut.sets)) > 1

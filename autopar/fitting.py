@@ -26,6 +26,9 @@ TRIES = 4
 ROOM = 0.02
 """Share of the memory that is left unused without a look at whether less could be computed again."""
 
+FIRST = 0.015
+"""Share of the memory that the first limits leave to what they don't see."""
+
 STEP = 0.005
 """Share of the memory by which a limit is tightened beyond what was unseen, so that the next plan differs; twice as
 much each time, since the peak may fall by less than what the limit counts."""
@@ -63,9 +66,11 @@ class Fitting(Generic[Found]):
         What holds least also tells how far the limits are from what a lean plan really needs. `bound` (seconds) holds
         for every plan.
         """
-        found = self._fitting([0.0] * (1 + max(self.built.limit_stages)))
-        if found is not None:
-            return found
+        stages = 1 + max(self.built.limit_stages)
+        for unseen in (FIRST * self.capacity, 0.0):
+            found = self._fitting([unseen] * stages)
+            if found is not None:
+                return found
         self.smallest = self._least(bound)
         if self.smallest is None or self.held(self.smallest) > self.capacity:
             return None

@@ -48,6 +48,9 @@ GUESS_GAP = 5e-3
 """A pipeline whose layers, put together in the best layouts known, aren't faster than the best plan by more than this
 part isn't planned: the search leaves open what its bound says."""
 
+LOOKS = (*PHASES, "whole units")
+"""What a mesh's bound is made of, from cheap to dear, the last for pipelines."""
+
 MOST_TIMES = 8
 """How many times the least number of microbatches are looked at."""
 
@@ -128,8 +131,8 @@ class _Open:
     mesh: Mesh
     count: int
     bound: float
-    phases: tuple[str, ...] = ()
-    """Those for which `bound` is that of its own layers."""
+    looks: int = 0
+    """How many of `LOOKS` have gone into `bound`."""
     relaxed: Relaxed | None = None
     guess: float = 0.0
     """What its best plan may take (`Trials.guess_s`)."""
@@ -147,7 +150,8 @@ class _Open:
 
     @property
     def is_bounded(self) -> bool:
-        return len(self.phases) == len(PHASES)
+        """Whether no look is left that is cheaper than to relax it."""
+        return self.looks >= (len(LOOKS) if self.mesh.num_stages > 1 else len(PHASES))
 
 
 @dataclass(slots=True)
@@ -184,7 +188,7 @@ class _Search:
             _, _, each = heapq.heappop(self.queue)
             if each.bound >= self._cutoff:
                 self._cut(each, "its bound is no better than the best plan")
-                if not each.phases:
+                if not each.looks:
                     self._push_next(each)
             elif each.is_no_better(self._worst_s):
                 self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
@@ -207,12 +211,15 @@ class _Search:
         heapq.heappush(self.queue, (each.promise, next(self.arrivals), each))
 
     def _bound(self, each: _Open) -> None:
-        """By one phase of its layers more."""
+        """By one more of `LOOKS`."""
         self.progress(f"bounding {each.mesh}, {each.count} microbatches")
-        if not each.phases:
+        if not each.looks:
             self._push_next(each)
-        each.phases = PHASES[: len(each.phases) + 1]
-        each.bound = max(each.bound, self._trials(each.count).bounds.layer_s(each.mesh, each.phases))
+        each.looks += 1
+        trials, phases = self._trials(each.count), LOOKS[: each.looks]
+        is_whole = phases[-1] not in PHASES
+        least = trials.units_s(each.mesh) if is_whole else trials.bounds.layer_s(each.mesh, phases)
+        each.bound = max(each.bound, least)
         self._push(each)
 
     def _push_next(self, each: _Open) -> None:
@@ -228,7 +235,7 @@ class _Search:
         trials = self._trials(each.count)
         cutoff = min([self._cutoff, *(other.guess for *_, other in self.queue if other.relaxed is not None)])
         relaxed = trials.relaxed(each.mesh, cutoff)
-        each.bound, each.phases = max(each.bound, relaxed.bound), PHASES
+        each.bound, each.looks = max(each.bound, relaxed.bound), len(LOOKS)
         if each.bound < cutoff:
             each.relaxed, each.guess = relaxed, trials.guess_s(each.mesh, relaxed)
         self._push(each)

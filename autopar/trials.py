@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.bounds import BOUND_TIME_S, Bounds, in_flight_of
+from autopar.bounds import Bounds, in_flight_of
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
@@ -37,17 +37,21 @@ from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S
-from autopar.solve.share import solve_shared
+from autopar.solve.share import solve_repeated_first, solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
 from autopar.stage_pins import pinned_stages
 from autopar.staging import Staged
 from autopar.unit_bounds import UnitBounds
 
-LAYOUT_GAP = 2e-2
-"""How near to the best the layouts of pipelines are, whose stages can't be cut as evenly as a bound assumes."""
+LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
+"""Effort for the layouts of pipelines, whose stages can't be cut as evenly as a bound assumes."""
 
-PRICES = (0.1, 0.4, 1.6)
-"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth."""
+PRICES = (0.03, 0.1, 0.4, 1.6)
+"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth; the last is tried
+where nothing fits at the others."""
+
+MIX_GAIN = 2e-3
+"""What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
 
 
 @dataclass(slots=True)
@@ -110,6 +114,8 @@ class Trials:
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
     _bounds: Bounds | None = None
+    _alone_built: dict[Mesh, tuple[BuiltProblem, dict[str, float]]] = field(default_factory=dict)
+    """Of pipelines whose units are bounded and that aren't relaxed yet: the one-stage problem, seconds of each unit."""
 
     @property
     def microbatches(self) -> int:
@@ -123,24 +129,30 @@ class Trials:
             self._bounds = Bounds(self.whole, units, runs, self.microbatches, self._compute_s, self._alone)
         return self._bounds
 
+    def units_s(self, mesh: Mesh) -> float:
+        """What no plan of a pipeline beats, each unit of the model taking what it takes at least by itself."""
+        if mesh not in self._alone_built:
+            built = build_problem(self.whole, self._alone(mesh))
+            once = 1 / (mesh.num_stages + self.microbatches - 1)
+            unit_s = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).seconds()
+            self._alone_built[mesh] = built, unit_s
+        return self.bounds.cut_s(mesh, self._alone_built[mesh][1])
+
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut.
 
         That of a pipeline is also bounded unit by unit, since no unit can be cut in two."""
-        step, setting = self.whole, self._alone(mesh)
-        built, units = build_problem(step, setting), step.cut.units
-        least = 0.0
-        if mesh.num_stages > 1:
-            once = 1 / (mesh.num_stages + self.microbatches - 1)
-            least = self.bounds.cut_s(mesh, UnitBounds(built, units, step.repeats, once).seconds())
-            if least >= cutoff:
-                nothing = Solution((), math.inf, least, "unknown")
-                return Relaxed(least, setting, units, step.repeats, built, nothing)
-        free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
-        is_only_a_bound = mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
-        gap, time_limit_s = (LAYOUT_GAP, BOUND_TIME_S) if is_only_a_bound else (GAP, TIME_LIMIT_S)
-        solution = solve_shared(built, free, gap=gap, time_limit_s=time_limit_s, cutoff=cutoff)
-        return Relaxed(max(least, solution.bound), setting, units, step.repeats, built, solution)
+        step, least = self.whole, 0.0
+        if mesh.num_stages > 1:  # of one stage it is the answer too, where memory doesn't bind
+            least, (built, unit_s) = self.units_s(mesh), self._alone_built.pop(mesh)
+            floor = fill(mesh, self.microbatches) * sum(unit_s.values())
+            free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
+            solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
+        else:
+            built = build_problem(step, self._alone(mesh))
+            free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
+            solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
+        return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
 
     def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
         return Term(fill(mesh, self.microbatches), (0,)), Term(1 / mesh.num_stages, (1,))
@@ -299,8 +311,13 @@ class Trials:
         best = self._put_together(mesh, [relaxed])
         if best.keeps_all or mesh.num_stages == 1:
             return best
-        bytes_s = relaxed.solution.objective / (mesh.num_stages * self.capacity)
-        return self._put_together(mesh, [relaxed, *(self._leaner(mesh, relaxed, part * bytes_s) for part in PRICES)])
+        bytes_s, known = relaxed.solution.objective / (mesh.num_stages * self.capacity), [relaxed]
+        *usual, last = (part * bytes_s for part in PRICES)
+        known += [self._leaner(mesh, relaxed, price) for price in usual]
+        best = self._put_together(mesh, known)
+        if math.isfinite(best.seconds):
+            return best
+        return self._put_together(mesh, [*known, self._leaner(mesh, relaxed, last)])
 
     def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
         """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward
@@ -316,16 +333,19 @@ class Trials:
                 node = replace(node, cost=node.cost + price * held / weights[node.row])
             nodes.append(node)
         priced = replace(problem, nodes=tuple(nodes))
-        solution = solve_shared(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=BOUND_TIME_S)
+        solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S)
         return replace(relaxed, solution=solution)
 
     def _put_together(self, mesh: Mesh, known: Sequence[Relaxed]) -> _Guess:
         """The best cut, each stage in one of the layouts that are known."""
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
         first, *others = (relaxed.layers(units, self.may_recompute) for relaxed in known)
-        problem = CutProblem(first, stages, count, self.capacity, in_flight_of(stages, count), others=tuple(others))
+        problem = CutProblem(first, stages, count, self.capacity, in_flight_of(stages, count))
+        problem = replace(problem, others=tuple(others), mix_gain=MIX_GAIN)
         once_s = tuple(relaxed.once_s / stages for relaxed in known)
-        problem = replace(problem, pinned=pinned_stages(self.pins, self.skeletons), once_seconds=once_s)
+        problem = replace(
+            problem, pinned=pinned_stages(self.pins, self.skeletons), once_seconds=once_s, mix_gain=MIX_GAIN
+        )
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))

@@ -50,6 +50,8 @@ class State:
     deadline: float
     cutoff: float = math.inf
     """Only choices below this matter: a bound that reaches it is enough."""
+    floor: float = -math.inf
+    """A bound that is known from elsewhere."""
     choice: tuple[int, ...] | None = None
     objective: float = math.inf
 
@@ -62,7 +64,8 @@ class State:
         return value
 
     def is_closed(self, bound: float) -> bool:
-        return self.choice is not None and self.objective - bound <= max(self.gap, EXACT) * abs(self.objective)
+        missing = self.objective - max(bound, self.floor)
+        return self.choice is not None and missing <= max(self.gap, EXACT) * abs(self.objective)
 
     def is_enough(self, bound: float) -> bool:
         """Whether no better bound is needed, or can be waited for."""
@@ -89,21 +92,23 @@ def solve(
     time_limit_s: float = TIME_LIMIT_S,
     hint: Sequence[int] | None = None,
     cutoff: float = math.inf,
+    floor: float = -math.inf,
     seed: int = 0,
 ) -> Solution:
     """The cheapest choice to within `gap` of the proven bound.
 
     `time_limit_s` bounds CP-SAT's deterministic time (about a second each), so that the answer doesn't depend on the
     machine's load; much more wall time (`PATIENCE_S`) is a safety net. `hint` is a choice to start from; `cutoff` ends
-    the search once nothing can cost less. The status is "optimal" when the gap is met, "feasible" when the limit (or
-    the cutoff) came first, "infeasible" when nothing fits (proven), and "unknown" when that came before any choice.
+    the search once nothing can cost less; `floor` is a bound that is known already. The status is "optimal" when the
+    gap is met, "feasible" when the limit (or the cutoff) came first, "infeasible" when nothing fits (proven), and
+    "unknown" when that came before any choice.
     """
     check(problem)
     begin = time.monotonic()
-    state = State(problem, gap, seed, time_limit_s, begin + max(PATIENCE_S, 4 * time_limit_s), cutoff)
+    state = State(problem, gap, seed, time_limit_s, begin + max(PATIENCE_S, 4 * time_limit_s), cutoff, floor)
     if hint is not None:
         state.offer(hint)
-    bound = _bound(state)
+    bound = max(_bound(state), floor)
     return solution_of(state, bound, time.monotonic() - begin)
 
 

@@ -44,6 +44,7 @@ def solve_shared(
     gap: float,
     time_limit_s: float = TIME_LIMIT_S,
     cutoff: float = math.inf,
+    floor: float = -math.inf,
     near: Sequence[Strategy] = (),
 ) -> Solution:
     """`solve` over plans whose equal layers decide as one; `problem` is `built.problem` under other limits or weights.
@@ -55,7 +56,7 @@ def solve_shared(
     """
     shared = share(dataclasses.replace(built, problem=problem))
     hint = _with_layouts(built, shared, near, gap) if near else None
-    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s, hint=hint, cutoff=cutoff)
+    found = solve(shared.problem, gap=gap, time_limit_s=time_limit_s, hint=hint, cutoff=cutoff, floor=floor)
     if not found.choice and cutoff <= found.bound < math.inf:
         return found
     if not found.choice:
@@ -65,6 +66,35 @@ def solve_shared(
     objective = evaluate(problem, choice).objective
     assert abs(objective - found.objective) <= 1e-6 * abs(objective), (objective, found.objective)
     return dataclasses.replace(found, choice=choice)
+
+
+def solve_repeated_first(
+    built: BuiltProblem, problem: abstract.Problem, *, gap: float, time_limit_s: float, floor: float = -math.inf
+) -> Solution:
+    """A good solution, soon: what several layers have in common is solved by itself, then the rest around it.
+
+    For problems without limits. Its bound is that of the layers, or `floor`, a bound that is known already.
+    """
+    shared = share(dataclasses.replace(built, problem=problem))
+    sizes = Counter(shared.group)
+    inner = [group for group in sorted(sizes) if sizes[group] > 1]
+    layers = solve(_among(shared.problem, inner), gap=gap, time_limit_s=time_limit_s)
+    kept = [np.arange(node.num_strategies) for node in shared.problem.nodes]
+    for group, pick in zip(inner, layers.choice, strict=False):
+        kept[group] = np.array([pick])
+    found = solve_among(shared.problem, kept, gap=gap, time_limit_s=time_limit_s)
+    if not found.choice:
+        return solve_shared(built, problem, gap=gap, time_limit_s=time_limit_s, floor=floor)
+    bound = max(layers.bound, floor)
+    return dataclasses.replace(found, choice=shared.expand(found.choice), bound=min(bound, found.objective))
+
+
+def _among(problem: abstract.Problem, kept: Sequence[int]) -> abstract.Problem:
+    """The nodes `kept`, and the edges among them."""
+    place = {node: number for number, node in enumerate(kept)}
+    inside = (edge for edge in problem.edges if edge.source in place and edge.target in place)
+    edges = tuple(dataclasses.replace(e, source=place[e.source], target=place[e.target]) for e in inside)
+    return dataclasses.replace(problem, nodes=tuple(problem.nodes[node] for node in kept), edges=edges)
 
 
 def _with_layouts(built: BuiltProblem, shared: Shared, near: Sequence[Strategy], gap: float) -> Sequence[int] | None:

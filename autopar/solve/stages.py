@@ -64,6 +64,8 @@ class CutProblem:
     """Other sets of the same layers."""
     once_seconds: tuple[float, ...] = ()
     """Of each set, what a stage that takes it does once a step: the longest of all stages adds to the step."""
+    mix_gain: float = 0.0
+    """What a cut whose stages take different sets must save beside those of one, in parts of the objective."""
 
     @property
     def sets(self) -> tuple[tuple[Layer, ...], ...]:
@@ -109,10 +111,13 @@ def cut_layers(problem: CutProblem) -> Cut | None:
     by_set = np.array([[_segment_seconds(p, stage) + _pinned_away(p, stage) for stage in stages] for p in kinds])
     once = np.array(problem.once_seconds or (0.0,) * len(kinds))
     best, best_counts, taken = math.inf, None, by_set
-    for longest in np.unique(once):
-        allowed = np.where((once <= longest)[:, None, None, None], by_set, np.inf)
-        value, counts = _cheapest(problem, allowed.min(axis=0), best - longest)
-        if value + longest < best:
+    alone = np.eye(len(kinds), dtype=bool)
+    mixed = [once <= longest for longest in np.unique(once)] if len(kinds) > 1 else []
+    for number, which in enumerate([*alone, *mixed]):
+        allowed, longest = np.where(which[:, None, None, None], by_set, np.inf), float(once[which].max())
+        part = 1.0 if number < len(kinds) or math.isinf(best) else 1.0 - problem.mix_gain
+        value, counts = _cheapest(problem, allowed.min(axis=0), part * best - longest)
+        if counts is not None:
             best, best_counts, taken = value + longest, counts, allowed
     if best_counts is None:
         return None

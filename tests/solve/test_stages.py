@@ -80,7 +80,16 @@ def test_each_stage_takes_the_set_that_is_best_for_it() -> None:
         cut = cut_layers(problem)
         assert (cut.objective if cut is not None else math.inf) == pytest.approx(best), seed
         mixed += cut is not None and len(set(cut.sets)) > 1
+        uniform = cut_layers(replace(problem, mix_gain=1.0))
+        assert cut is None or uniform is None or uniform.objective >= cut.objective - 1e-9
+        assert uniform is None or len(set(uniform.sets)) == 1 or math.isinf(best_of_one(problem)), seed
     assert mixed > 5
+
+
+def best_of_one(problem: CutProblem) -> float:
+    """The best objective where all stages take one set."""
+    alone = (cut_layers(replace(problem, layers=own, others=(), once_seconds=())) for own in problem.sets)
+    return min((cut.objective for cut in alone if cut is not None), default=math.inf)
 
 
 def test_pinned_layers_are_where_they_are_pinned() -> None:

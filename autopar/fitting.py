@@ -26,9 +26,6 @@ TRIES = 4
 ROOM = 0.02
 """Share of the memory that is left unused without a look at whether less could be computed again."""
 
-FIRST = 0.015
-"""Share of the memory that the first limits leave to what they don't see."""
-
 STEP = 0.005
 """Share of the memory by which a limit is tightened beyond what was unseen, so that the next plan differs; twice as
 much each time, since the peak may fall by less than what the limit counts."""
@@ -57,6 +54,8 @@ class Fitting(Generic[Found]):
     lowered: Callable[[Solution], Found]
     solve: Callable[[Problem], Solution]
     """The best solution of the built problem under other limits or weights."""
+    room: float = 0.0
+    """Bytes that the first limits leave to what they don't see; the solver's bound is then for so much less memory."""
     smallest: Solution | None = None
     """What holds least, once that was asked for."""
 
@@ -67,7 +66,7 @@ class Fitting(Generic[Found]):
         for every plan.
         """
         stages = 1 + max(self.built.limit_stages)
-        for unseen in (FIRST * self.capacity, 0.0):
+        for unseen in sorted({self.room, 0.0}, reverse=True):
             found = self._fitting([unseen] * stages)
             if found is not None:
                 return found

@@ -50,6 +50,9 @@ PRICES = (0.03, 0.1, 0.4, 1.6)
 """Of memory, where it binds: the part of the step's time that all of a device's memory is worth; the last is tried
 where nothing fits at the others."""
 
+UNSEEN = 0.015
+"""Share of the memory that the working set of the moment takes, by which pipelines' first limits are tighter."""
+
 MIX_GAIN = 2e-3
 """What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
 
@@ -202,7 +205,8 @@ class Trials:
                 _, built = self._built(mesh, relaxed, "auto")
             solve = functools.partial(solve_shared, built, gap=GAP, near=near)
         lowered = functools.partial(self._lowered, mesh, cut, built)
-        fitting = Fitting(built, self.capacity, lowered, solve)
+        room = UNSEEN * self.capacity if mesh.num_stages > 1 else 0.0  # of one stage the solver's bound counts
+        fitting = Fitting(built, self.capacity, lowered, solve, room)
         found = fitting.fastest(relaxed.bound)
         if found is None and fitting.smallest is not None:
             smallest = functools.partial(lowered, fitting.smallest)

@@ -37,7 +37,7 @@ from autopar.capture.runs import Repeats
 from autopar.clipping import clip_by_norm
 from autopar.layers import Cut, block_of, homes_of, units_of
 from autopar.markers import accumulate, relay
-from autopar.rules.nodes import copy_graph, is_pointwise, is_view, node_argument, op_name
+from autopar.rules.nodes import copy_graph, copy_node, is_pointwise, is_view, node_argument, op_name
 
 _Place = tuple[str, str, int]
 """(phase, level, stage)"""
@@ -163,8 +163,8 @@ class _Joiner:
 
     # -- copying -----------------------------------------------------------------------------------------------
     def _copy(self, node: Node, stage: int, phase: str) -> Node:
-        new = self.graph.node_copy(node, lambda n: self._resolve(n, stage, phase))
-        new.meta = {**node.meta, "stage": stage, "phase": phase, "level": "microbatch"}
+        new = copy_node(self.graph, node, lambda n: self._resolve(n, stage, phase))
+        new.meta.update(stage=stage, phase=phase, level="microbatch")
         self.env[node, stage] = new
         return new
 
@@ -190,8 +190,8 @@ class _Joiner:
                 env[node] = self.inputs[Role("whole", role.name) if role.kind == "batch" else role]
             elif node.op == "call_function":
                 if (node, stage) not in self.env:
-                    self.env[node, stage] = self.graph.node_copy(node, env.__getitem__)
-                    self.env[node, stage].meta = {**node.meta, "stage": stage, "phase": "prologue", "level": "step"}
+                    self.env[node, stage] = copy_node(self.graph, node, env.__getitem__)
+                    self.env[node, stage].meta.update(stage=stage, phase="prologue", level="step")
                 env[node] = self.env[node, stage]
         (made,) = (n.args[0] for n in whole.graph.nodes if n.op == "output")
         return env[made[int(total.meta["role"].name.removeprefix("total"))]]
@@ -286,7 +286,7 @@ class _Joiner:
                 if node.op == "placeholder":
                     env[node] = self._update_input(node.meta["role"], name, gradients)
                 elif node.op == "call_function":
-                    env[node] = self.graph.node_copy(node, env.__getitem__)
+                    env[node] = copy_node(self.graph, node, env.__getitem__)
                     env[node].meta.update(path=name, phase="update", level="step", stage=parameter.meta["stage"])
                 elif node.op == "output":
                     for role, value in zip(template.output_roles, node.args[0], strict=True):

@@ -72,6 +72,19 @@ def cpu_fake(mode: Any, like: Tensor, symbolic_dims: Sequence[int] | None = None
     return fake
 
 
+def as_fake(mode: Any, meta: Tensor) -> Tensor:
+    """A fake CPU tensor of the sizes and strides of a meta tensor: what calls in the mode give, in a tenth of the time
+    or less."""
+    fake: Tensor = _private("torch._subclasses", "FakeTensor")(mode, meta, torch.device("cpu"))
+    return fake
+
+
+def meta_twin(value: Tensor) -> Tensor:
+    """A meta tensor that lies in its storage as a (fake) tensor lies in its own."""
+    whole = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype, device="meta")
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
 def size_expression(size: Any) -> Any:
     """The sympy expression of a symbolic size, or the int itself."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from autopar import collectives, markers
 from autopar.layout import Layout, Position, chunk_size
 from autopar.mesh import Mesh
+from autopar.private import as_fake, meta_twin
 from autopar.rules.choices import filled
 from autopar.rules.nodes import (
     argument,
@@ -96,7 +97,8 @@ class Localiser:
 
     def localise(self, node: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
-            node.meta["local_val"] = self._empty(node)
+            shape = self.local_shape(node.meta["layout"])
+            node.meta["local_val"] = self._contiguous(shape, node.meta["val"].dtype)
         elif node.target is markers.relay:
             node.replace_all_uses_with(node_argument(node, 0))
             self.graph.erase_node(node)
@@ -124,11 +126,10 @@ class Localiser:
             self.shapes[layout] = layout.local_shape(self.mesh)
         return self.shapes[layout]
 
-    def _empty(self, node: Node) -> Any:
-        shape, dtype = self.local_shape(node.meta["layout"]), node.meta["val"].dtype
+    def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         if (shape, dtype) not in self.known:
-            with self.mode:
-                self.known[shape, dtype] = self._shared(torch.empty(shape, dtype=dtype))
+            fresh = torch.empty(shape, dtype=dtype, device="meta")
+            self.known[shape, dtype] = self._shared(as_fake(self.mode, fresh))
         return self.known[shape, dtype]
 
     def run(self, node: Node) -> None:
@@ -154,21 +155,31 @@ class Localiser:
         def local(n: Node) -> Any:
             return n.meta["local_val"]
 
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), local)
+        args: Any = torch.fx.node.map_arg(node.args, local)
+        kwargs: Any = torch.fx.node.map_arg(node.kwargs, local)
         if node.target in _FAKE_NUMBERS:
             return _FAKE_NUMBERS[node.target](self.mesh, *args)
+        if node.target in _SHAPES_OF_MOVED:
+            return self._contiguous(tuple(_SHAPES_OF_MOVED[node.target](self.mesh, *args)), args[0].dtype)
+        if node.target is collectives.shard:
+            return as_fake(self.mode, _shard(self.mesh, meta_twin(args[0]), *args[1:]))
+        if node.target in (aten.view.default, aten._unsafe_view.default) and self._is_fresh(*args):
+            return self._contiguous(tuple(args[1]), args[0].dtype)  # under the mode, a view takes milliseconds
         with self.mode:
-            if node.target in _FAKE_COLLECTIVES:
-                return _FAKE_COLLECTIVES[node.target](self.mesh, *args)
             assert callable(node.target), node.format_node()
             return node.target(*args, **kwargs)
+
+    def _is_fresh(self, value: torch.Tensor, size: Any) -> bool:
+        """Whether what is viewed by `size` lies as a fresh tensor does, so that the view does, too."""
+        is_fresh = value is self._contiguous(tuple(value.shape), value.dtype)
+        return is_fresh and not isinstance(size, torch.dtype) and all(isinstance(n, int) and n >= 0 for n in size)
 
     def _is_viewable(self, node: Node) -> bool:
         """Whether the strides allow the view."""
         value, size = node_argument(node, 0), argument(node, 1, "size")
         call = (_is_viewable, _given(value), _given(size))
         if call not in self.known:
-            self.known[call] = _is_viewable(value.meta["local_val"], size)
+            self.known[call] = _is_viewable(meta_twin(value.meta["local_val"]), size)
         found: bool = self.known[call]
         return found
 
@@ -296,9 +307,9 @@ class Localiser:
 
 
 def _is_viewable(value: torch.Tensor, size: Any) -> bool:
-    """Whether the strides allow the view. Asked of a meta tensor: torch 2.13's fake tensors allow too much."""
+    """Whether a meta tensor's strides allow the view: torch 2.13's fake tensors allow too much."""
     try:
-        torch.empty_strided(value.shape, value.stride(), device="meta").view(size)
+        value.view(size)
     except RuntimeError:
         return False
     return True
@@ -323,21 +334,25 @@ def _lowered(node: Node, layout: Layout) -> tuple[Callable[..., Any], tuple[Any,
     return collectives.all_to_all, (_flat(layout, rest[2:4]), _flat(layout, rest[:2]))
 
 
-def _resized(factor: Callable[[Mesh, str], tuple[int, int]]) -> Callable[..., torch.Tensor]:
-    def run(mesh: Mesh, x: torch.Tensor, axis: str, dim: int, *_: Any) -> torch.Tensor:
+def _resized(factor: Callable[[Mesh, str], tuple[int, int]]) -> Callable[..., list[int]]:
+    def run(mesh: Mesh, x: torch.Tensor, axis: str, dim: int, *_: Any) -> list[int]:
         multiply, divide = factor(mesh, axis)
         shape = list(x.shape)
         shape[dim] = shape[dim] * multiply // divide
-        return x.new_empty(shape)
+        return shape
 
     return run
 
 
-def _fake_all_to_all(mesh: Mesh, x: torch.Tensor, axis: str, split_dim: int, concat_dim: int) -> torch.Tensor:
+def _exchanged(mesh: Mesh, x: torch.Tensor, axis: str, split_dim: int, concat_dim: int) -> list[int]:
     shape = list(x.shape)
     shape[split_dim] //= mesh.size(axis)
     shape[concat_dim] *= mesh.size(axis)
-    return x.new_empty(shape)
+    return shape
+
+
+def _shard(mesh: Mesh, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    return x.narrow(dim, 0, x.shape[dim] // mesh.size(axis))
 
 
 _FAKE_NUMBERS: dict[Any, Callable[..., int]] = {
@@ -347,14 +362,14 @@ _FAKE_NUMBERS: dict[Any, Callable[..., int]] = {
 }
 """What a rank is told of its place, for shapes."""
 
-_FAKE_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
+_SHAPES_OF_MOVED: dict[Any, Callable[..., Sequence[int]]] = {
     collectives.all_gather: _resized(lambda mesh, axis: (mesh.size(axis), 1)),
     collectives.reduce_scatter: _resized(lambda mesh, axis: (1, mesh.size(axis))),
-    collectives.pad: lambda mesh, x, sizes: x.new_empty(sizes),
-    collectives.shard: lambda mesh, x, axis, dim: x.narrow(dim, 0, x.shape[dim] // mesh.size(axis)),
-    collectives.all_reduce: lambda mesh, x, axis, op: x.new_empty(x.shape),
-    collectives.all_to_all: _fake_all_to_all,
+    collectives.pad: lambda mesh, x, sizes: sizes,
+    collectives.all_reduce: lambda mesh, x, axis, op: x.shape,
+    collectives.all_to_all: _exchanged,
 }
+"""Of what collectives give in a tensor of its own."""
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------

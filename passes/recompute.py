@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from autopar.layers import blocks_of
-from autopar.rules.nodes import is_random, node_argument
+from autopar.rules.nodes import copy_node, is_random, node_argument
 from passes.context import Context
 
 
@@ -58,8 +58,8 @@ class _Copier:
 
     def _copy(self, source: Node, stage: int, block: str) -> Node:
         if (source, stage, block) not in self.copies:
-            new = self.graph.node_copy(source, lambda operand: self._operand(operand, stage, block))
-            new.meta = {**source.meta, "phase": "backward", "recomputed": True}
+            new = copy_node(self.graph, source, lambda operand: self._operand(operand, stage, block))
+            new.meta.update(phase="backward", recomputed=True)
             self.copies[source, stage, block] = new
         return self.copies[source, stage, block]
 

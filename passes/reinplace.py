@@ -56,8 +56,9 @@ def donated_slots(part: Part) -> tuple[Slot, ...]:
 
 
 def _reinplace(part: Part, graph: fx.Graph) -> None:
-    _copy_outputs_that_pass_through(part, graph)
     lives = lifetimes(graph)
+    if _copy_outputs_that_pass_through(part, graph, lives):
+        lives = lifetimes(graph)
     if _reduce_in_place(graph, lives):
         lives = lifetimes(graph)
     storage = _Storage(graph, part, lives)
@@ -302,21 +303,23 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 # -- donated outputs ---------------------------------------------------------------------------------------------
-def _copy_outputs_that_pass_through(part: Part, graph: fx.Graph) -> None:
-    """An output that lies in a donated input but belongs to another slot gets a storage of its own."""
+def _copy_outputs_that_pass_through(part: Part, graph: fx.Graph, lives: Lifetimes) -> bool:
+    """An output that lies in a donated input but belongs to another slot gets a storage of its own.
+
+    Whether there is such a one.
+    """
     placeholders = _placeholders(part, graph)
     donated = {(placeholders[slot], 0): slot for slot in donated_slots(part)}
-    if not donated:
-        return
-    lives = lifetimes(graph)
     final = graph.output_node()
-    values = list(output_values(graph))
+    values, found = list(output_values(graph)), False
     for index, (value, slot) in enumerate(zip(values, part.outputs, strict=True)):
         if isinstance(value, fx.Node) and any(donated.get(origin, slot) != slot for origin in lives.of(value)):
             with graph.inserting_before(final):
                 values[index] = graph.call_function(torch.ops.aten.clone.default, (value,))
             values[index].meta = dict(value.meta)
+            found = True
     final.args = (tuple(values),)
+    return found
 
 
 def _return_donated(part: Part, graph: fx.Graph) -> None:

@@ -10,11 +10,13 @@ import operator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from autopar.rules.choices import input_rule
 from autopar.rules.factors import FactorInference, LeafRule
 from autopar.rules.nodes import result_values, tensor_operands
+from autopar.rules.notation import BoundRule
 from autopar.rules.table import rule_of
 
 _ValueDims = list[list[int]]
@@ -25,6 +27,7 @@ def annotate_factors(graph: Graph, equal: list[tuple[Node, Node]] | None = None)
     inference = FactorInference()
     dims: dict[Node, Any] = {}
     handles: dict[Node, int] = {}
+    bound: dict[Any, BoundRule] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             dims[node] = inference.value(tuple(map(int, node.meta["val"].shape)))
@@ -32,12 +35,39 @@ def annotate_factors(graph: Graph, equal: list[tuple[Node, Node]] | None = None)
             dims[node] = dims[node.args[0]][node.args[1]]
         elif node.op == "call_function":
             operands = [dims[operand] for operand in tensor_operands(node)]
-            handles[node], results = inference.add(rule_of(node), operands)
+            handles[node], results = inference.add(_rule(node, bound), operands)
             dims[node] = _spread(node, results)
     for a, b in equal or []:
         for left, right in zip(dims[a], dims[b], strict=True):
             assert inference.atoms.unify(left, right), (a, b)
     _write(graph, inference, dims, handles)
+
+
+def _rule(node: Node, known: dict[Any, BoundRule]) -> BoundRule:
+    """The node's rule; those that are called alike, in equal layers, say, have one."""
+    numbers: dict[Node, int] = {}
+    call = (node.target, node.meta.get("found_rule"), _type(node.meta["val"]))
+    given = (call, _given(node.args, numbers), _given(node.kwargs, numbers))
+    if given not in known:
+        known[given] = rule_of(node)
+    return known[given]
+
+
+def _given(argument: Any, numbers: dict[Node, int]) -> Any:
+    """Equal for arguments by which a rule can't tell calls apart: nodes by their types and by which are the same."""
+    if isinstance(argument, Node):
+        return numbers.setdefault(argument, len(numbers)), _type(argument.meta["val"])
+    if isinstance(argument, (tuple, list)):
+        return tuple(_given(item, numbers) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((key, _given(item, numbers)) for key, item in argument.items())
+    return type(argument), argument
+
+
+def _type(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    return tuple(map(_type, value)) if isinstance(value, (tuple, list)) else type(value)
 
 
 def _spread(node: Node, results: list[_ValueDims]) -> Any:

@@ -36,7 +36,9 @@ class Atoms:
         return len(self._size) - 1
 
     def leaves(self, atoms: list[int]) -> list[int]:
-        """The leaf atoms, major to minor."""
+        """The leaf atoms, major to minor; the same list where they are leaves, which most are."""
+        if len(atoms) == 1 and self._parts[atoms[0]] is None:
+            return atoms
         found: list[int] = []
         for atom in atoms:
             parts = self._parts[atom]
@@ -55,6 +57,9 @@ class Atoms:
         """Makes two products the same list of leaves; False (and nothing changed) where sizes don't line up."""
         for _ in range(_MAX_ROUNDS):
             left, right = self.leaves(left), self.leaves(right)
+            if len(left) == len(right) == 1 and self._size[left[0]] == self._size[right[0]]:
+                self._merge(left, right)
+                return True
             left_cuts, right_cuts = self._cuts(left), self._cuts(right)
             if left_cuts == right_cuts:
                 self._merge(left, right)
@@ -192,7 +197,8 @@ class FactorInference:
         self, name: str, atoms: list[int], link: _Link, factors: list[OpFactor], index: dict[str, tuple[int, ...]]
     ) -> tuple[int, ...]:
         if name not in index:
-            leaves, sizes = self.atoms.leaves(atoms), self.atoms.sizes(atoms)
+            leaves = self.atoms.leaves(atoms)
+            sizes = self.atoms.sizes(leaves)
             start, is_anywhere = len(factors), name in link.rule.anywhere
             for i, (leaf, size) in enumerate(zip(leaves, sizes, strict=True)):
                 label = name if len(sizes) == 1 else f"{name}.{i}"

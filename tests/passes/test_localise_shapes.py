@@ -247,3 +247,22 @@ def test_numbers_of_other_kinds_by_the_global_index() -> None:
         f"autopar.random_{kind}#0": f"tp=d{dim}" for kind, dim in (("uniform", 0), ("normal", 1), ("integers", 1))
     }
     checked(function, {"key": torch.tensor(-3)}, "tp=2", choices)
+
+
+def test_local_values_are_what_calls_give_under_the_fake_mode() -> None:
+    """Plain views, shards and fresh tensors are made without it, and equal ones shared."""
+    graph = localised(
+        lambda x, w: torch.mm(torch.mm(x, w).view(4, 3, 4).transpose(0, 1).reshape(12, 4), w[:4]),
+        {"x": floats(6, 8), "w": floats(8, 8)},
+        "dp=2 tp=2",
+        {"batch:x": "dp=d0", "aten.mm#0": "tp=n"},
+    )
+    nodes = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert {"aten.view.default", "aten.transpose.int"} <= {str(node.target) for node in nodes}
+    for node in nodes:
+        value = node.meta["local_val"]
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["local_val"])
+        with value.fake_mode:
+            expected = node.target(*args, **kwargs)
+        for of in (lambda t: t.dtype, lambda t: t.shape, lambda t: t.stride(), lambda t: t.storage_offset()):
+            assert of(value) == of(expected), node.format_node()

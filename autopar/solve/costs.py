@@ -59,6 +59,7 @@ def flops(node: Node) -> float:
         sizes: dict[str, int] = {}
         for factor in rule.factors:
             sizes[factor.letter] = sizes.get(factor.letter, 1) * factor.size
+        sizes["d"] = max(sizes.get("d", 1), sizes.pop("e", 1))  # fused kernels take keys and values of one width
         causal = 0.5 if any(f.letter == "s" and f.is_whole for f in rule.factors) else 1.0
         return 2.0 * causal * _ATTENTION_MATMULS[name] * math.prod(sizes.values())
     return 0.0

@@ -1,6 +1,6 @@
 """What a step takes at least on a mesh, before the mesh's problem is built; no plan of the mesh beats it.
 
-    bounds.least_s(mesh)            # seconds, by the share of each op that falls to a rank
+    bounds.least_s(mesh)            # seconds, by the least share of each op that falls to a rank
     bounds.layer_s(mesh, PHASES)    # by what a layer takes in its best layouts, communication included
 
 A pipeline can't be cut within a unit, so what units take at least is put on stages in the best way: the slowest stage
@@ -23,7 +23,7 @@ from autopar.program.storages import nbytes
 from autopar.relaxed import units_of_nodes
 from autopar.rules.nodes import is_view
 from autopar.solve.build import Setting, build_part, homes_and_keys
-from autopar.solve.costs import Compute, least_seconds
+from autopar.solve.costs import Compute, Work, work_of
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Term
 from autopar.solve.search import solve
@@ -51,19 +51,27 @@ class Bounds:
     alone: Callable[[Mesh], Setting]
     """What a stage of a mesh is priced for, without the pipeline around it."""
     times: dict[Node, int] = field(default_factory=dict)
-    shares: dict[int, dict[str, float]] = field(default_factory=dict)
-    once: dict[int, float] = field(default_factory=dict)
+    works: dict[Node, Work] = field(default_factory=dict)
+    units_of: dict[Node, int] = field(default_factory=dict)
+    least: dict[tuple[int, ...], float] = field(default_factory=dict)
+    """By the number of stages, and the sizes of the axes of one."""
+    shares: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+    """By the sizes of the axes of a stage, as `once`."""
+    once: dict[tuple[int, ...], float] = field(default_factory=dict)
     layers: dict[tuple[Mesh, str, str], float] = field(default_factory=dict)
     """Seconds of a phase of the layers of a run: (mesh, the unit that stands for them, phase)."""
 
     def least_s(self, mesh: Mesh) -> float:
-        """What the ops alone take in a mesh's pipeline, the ranks of a stage sharing each of them equally."""
-        return self._cut_bound(mesh, self._shares_of(_ranks(mesh)))
+        """What the ops alone take in a mesh's pipeline, the ranks of a stage sharing each as far as they can."""
+        key = (mesh.num_stages, *_sizes(mesh))
+        if key not in self.least:
+            self.least[key] = self._cut_bound(mesh, self._shares_of(mesh))
+        return self.least[key]
 
     def layer_s(self, mesh: Mesh, phases: Sequence[str]) -> float:
         """The same where the layers of a run take what one's forward, and its backward, each by itself, take at least
         in their best layouts, communication included; `phases`: those looked at, of the others it is the ops' share."""
-        least = dict(self._shares_of(_ranks(mesh)))
+        least = dict(self._shares_of(mesh))
         for units, parts in self._layers():
             shares = self._phase_shares(mesh, parts)
             seconds = sum(self._phase_s(mesh, p, nodes) if p in phases else shares[p] for p, nodes in parts.items())
@@ -80,9 +88,8 @@ class Bounds:
         return self.layers[key]
 
     def _phase_shares(self, mesh: Mesh, parts: Mapping[str, list[Node]]) -> dict[str, float]:
-        """What the ops of each phase of a layer take, the ranks sharing each equally."""
-        ranks = _ranks(mesh)
-        return {phase: least_seconds(dict.fromkeys(nodes, 1), ranks, self.compute) for phase, nodes in parts.items()}
+        """What the ops of each phase of a layer take, the ranks sharing each as far as they can."""
+        return {phase: self._least_s(dict.fromkeys(nodes, 1), mesh) for phase, nodes in parts.items()}
 
     def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
@@ -94,25 +101,41 @@ class Bounds:
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """The same with what the ops that run once a step take."""
-        return self.cut_s(mesh, unit_s) + self._once_s(_ranks(mesh)) / mesh.num_stages
+        return self.cut_s(mesh, unit_s) + self._once_s(mesh) / mesh.num_stages
 
-    def _shares_of(self, ranks: int) -> dict[str, float]:
-        """Seconds of a microbatch for each unit, so many ranks sharing each op equally."""
-        if ranks not in self.shares:
+    def _shares_of(self, mesh: Mesh) -> dict[str, float]:
+        """Seconds of a microbatch for each unit, the ranks sharing each op as far as they can."""
+        sizes = _sizes(mesh)
+        if sizes not in self.shares:
             traced = self.whole.cut.units
             own = dict.fromkeys(traced, 0.0)
-            for node, unit in units_of_nodes(self._ops("microbatch"), traced).items():
-                own[traced[unit]] += least_seconds({node: 1}, ranks, self.compute)
-            self.shares[ranks] = {unit: own[like] for unit, like in self.whole.repeats.spread(traced)}
-        return self.shares[ranks]
+            for node, unit in self._units().items():
+                own[traced[unit]] += self._work(node).least_seconds(mesh.spmd, self.compute)
+            self.shares[sizes] = {unit: own[like] for unit, like in self.whole.repeats.spread(traced)}
+        return self.shares[sizes]
 
-    def _once_s(self, ranks: int) -> float:
+    def _once_s(self, mesh: Mesh) -> float:
         """Seconds of what runs once a step, on all stages together."""
-        if ranks not in self.once:
+        sizes = _sizes(mesh)
+        if sizes not in self.once:
             times = self._times()
-            ops = {node: times[node] for node in self._ops("step")}
-            self.once[ranks] = least_seconds(ops, ranks, self.compute)
-        return self.once[ranks]
+            self.once[sizes] = self._least_s({node: times[node] for node in self._ops("step")}, mesh)
+        return self.once[sizes]
+
+    def _least_s(self, nodes: Mapping[Node, int], mesh: Mesh) -> float:
+        """What nodes, each run some times, take at least."""
+        return sum(times * self._work(node).least_seconds(mesh.spmd, self.compute) for node, times in nodes.items())
+
+    def _work(self, node: Node) -> Work:
+        if node not in self.works:
+            self.works[node] = work_of(node)
+        return self.works[node]
+
+    def _units(self) -> dict[Node, int]:
+        """The unit of each node that runs in every microbatch."""
+        if not self.units_of:
+            self.units_of.update(units_of_nodes(self._ops("microbatch"), self.whole.cut.units))
+        return self.units_of
 
     def _ops(self, level: str) -> list[Node]:
         return [node for node in self.whole.graph.nodes if node.op == "call_function" and node.meta["level"] == level]
@@ -155,6 +178,6 @@ def in_flight_of(stages: int, microbatches: int) -> tuple[int, ...]:
     return tuple(min(stages - stage, microbatches) for stage in range(stages))
 
 
-def _ranks(mesh: Mesh) -> int:
-    """The ranks of a stage."""
-    return math.prod(size for _, size in mesh.spmd.axes)
+def _sizes(mesh: Mesh) -> tuple[int, ...]:
+    """The sizes of the axes of a stage: what no op depends on the order of."""
+    return tuple(sorted(size for _, size in mesh.spmd.axes))

@@ -2,7 +2,7 @@
 
     y        = autopar::linear(x, weight, bias)                     # x [..., i], weight [o, i] -> [..., o]
     dx, dw   = autopar::linear_dx(dy, weight), autopar::linear_dw(x, dy)
-    out, lse = autopar::attention(q, k, v, mask, is_causal, scale)  # q [b, h, s, d], k and v [b, g, t, d], h % g == 0
+    out, lse = autopar::attention(q, k, v, mask, is_causal, scale)  # q [b, h, s, d], k [b, g, t, d], v [b, g, t, e]
     y        = autopar::expert_mm(x, weight, expert)                # see `experts`
 
 A linear layer traced in primitive ops is eleven nodes, most of them views; as a composite it is one forward and two
@@ -53,15 +53,17 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ scale + mask) v, and the log-sum-exp of each row's scores, which the backward needs.
 
-    `mask` is additive, or boolean (True attends), and broadcasts to [b, h, s, t]; `is_causal` aligns at the upper left.
+    A group's keys and values serve h / g heads. `mask` is additive, or boolean (True attends), and broadcasts to
+    [b, h, s, t]; `is_causal` aligns at the upper left.
     """
+    wide = _equally_wide(q, k, v)
     if q.device.type == "cpu":
         bias = _additive(mask, q.dtype)
-        result = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
-        return _sequence_major(result[0]), result[1]
-    if _fits_flash(q, mask):
-        result = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
-        return _sequence_major(result[0]), result[1]
+        result = _ops._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, is_causal, attn_mask=bias, scale=scale)
+        return _sequence_major(result[0][..., : v.shape[-1]]), result[1]
+    if _fits_flash(wide[0], mask):
+        result = _ops._scaled_dot_product_flash_attention(*wide, 0.0, is_causal, False, scale=scale)
+        return _sequence_major(result[0][..., : v.shape[-1]]), result[1]
     return attention_in_plain_ops(q, k, v, mask, is_causal, scale)
 
 
@@ -77,20 +79,22 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `attention`; the mask gets no gradient."""
+    wide = _equally_wide(dout, q, k, v, out)
     if q.device.type == "cpu":
         bias = _additive(mask, q.dtype)
         grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+            *wide, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-    elif _fits_flash(q, mask):
+    elif _fits_flash(wide[1], mask):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         grads = _ops._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
+            *wide, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         )
     else:
         grads = attention_backward_in_plain_ops(dout, q, k, v, mask, out, lse, is_causal, scale)
-    return _sequence_major(grads[0]), _sequence_major(grads[1]), _sequence_major(grads[2])
+    dq, dk, dv = (_sequence_major(grad[..., : x.shape[-1]]) for grad, x in zip(grads, (q, k, v), strict=False))
+    return dq, dk, dv
 
 
 def attention_in_plain_ops(
@@ -150,6 +154,13 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+def _equally_wide(*tensors: Tensor) -> list[Tensor]:
+    """All as wide as the widest, filled with zeros: no score changes, and the columns that more values give are cut
+    off. Fused kernels take one width; with latent attention queries and keys are wider than values."""
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _fits_flash(q: Tensor, mask: Tensor | None) -> bool:

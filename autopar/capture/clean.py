@@ -8,7 +8,7 @@
     x.new_full(size, value), new_zeros, new_ones     → full, zeros, ones
     device=, pin_memory=                             → gone: the graph is device-neutral
     equal views, casts and cheap factories           → the first of them
-    x.copy_(y) into an x that was never written      → y, in the dtype of x
+    writes into a tensor, part by part               → the parts put together (`writes`)
     what nothing uses                                → gone
 
 Invariants:
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.writes import simplify_writes
 from autopar.layers import block_of
 from autopar.private import OpOverload, schema_of, size_expression
 
@@ -39,6 +40,7 @@ def clean(graph: fx.GraphModule, mode: Any, *, kept: Collection[Any] = ()) -> fx
         if rewrite is not None:
             rewrite(node, mode)
     _erase_profiling(graph.graph)
+    simplify_writes(graph.graph, mode, insert)
     for node in graph.graph.nodes:
         source = _same_value(node)
         if source is not None:
@@ -118,21 +120,6 @@ def _plain_factory(target: Any, num_values: int = 0) -> Callable[[fx.Node, Any],
 ADDED_PRODUCTS = (aten.addmm.default, aten.baddbmm.default)
 """Whole in update graphs: Muon iterates in bf16, where a sum that is rounded once more is another step."""
 
-_UNWRITTEN = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
-
-
-def _first_write(node: fx.Node, mode: Any) -> None:
-    """What an in-place random op draws into a fresh tensor is the tensor."""
-    target: Any = node.args[0]
-    source: Any = node.args[1]
-    if target.target not in _UNWRITTEN or not isinstance(source, fx.Node):
-        return
-    a, b = target.meta["val"], source.meta["val"]
-    if _sizes(a.shape) == _sizes(b.shape) and _sizes(a.stride()) == _sizes(b.stride()):
-        cast = source if a.dtype == b.dtype else insert(node, mode, aten._to_copy.default, source, dtype=a.dtype)
-        node.replace_all_uses_with(cast)
-
-
 DECOMPOSITIONS: dict[Any, Callable[[fx.Node, Any], None]] = {
     aten.new_full.default: _plain_factory(aten.full.default, 1),
     aten.new_zeros.default: _plain_factory(aten.zeros.default),
@@ -144,7 +131,6 @@ DECOMPOSITIONS: dict[Any, Callable[[fx.Node, Any], None]] = {
     aten.reshape.default: _as_view,
     aten.slice.Tensor: _clamp_end,
     aten.slice_backward.default: _clamp_end,
-    aten.copy.default: _first_write,
 }
 
 # -- identities ------------------------------------------------------------------------------------------------------

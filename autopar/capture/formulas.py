@@ -53,8 +53,10 @@ def _flops(node: Node, shapes: Shapes) -> Any:
 
 def _attention(matmuls: int) -> Callable[[list[Shape]], Any]:
     def count(operands: list[Shape]) -> Any:
-        q, k = operands[-2:] if matmuls == 2 and len(operands) == 2 else operands[matmuls // 3 : matmuls // 3 + 2]
-        return matmuls * math.prod(q) * k[2]
+        start = matmuls // 3  # the backward has the output's gradient first
+        q, k = operands[-2:] if matmuls == 2 and len(operands) == 2 else operands[start : start + 2]
+        v = operands[start + 2] if len(operands) > start + 2 else k
+        return matmuls * math.prod(q[:3]) * max(q[3], v[3]) * k[2]
 
     return count
 

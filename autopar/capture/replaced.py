@@ -73,7 +73,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     grouped = enable_gqa or query.shape[1] == key.shape[1]
-    plain = query.dim() == key.dim() == 4 and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
+    plain = query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-1] and query.shape[0] == key.shape[0]
     needs_mask_gradient = attn_mask is not None and attn_mask.requires_grad
     if not plain or not grouped or needs_mask_gradient or (is_causal and attn_mask is not None):
         return NotImplemented

@@ -10,11 +10,17 @@ from autopar.rules.nodes import argument, shapes_of
 from autopar.rules.notation import BoundRule, Dims, Shape
 
 
-def _attention_letters(q: Node, k: Node, causal: bool) -> tuple[dict[str, int], set[str]]:
+def _attention_letters(q: Node, k: Node, v: Node, causal: bool) -> tuple[dict[str, int], set[str]]:
     batch, heads, length, width = (int(n) for n in q.meta["val"].shape)
     _, groups, keys, _ = (int(n) for n in k.meta["val"].shape)
     sizes = {"b": batch, "k": groups, "g": heads // groups, "s": length, "t": keys, "d": width}
-    return sizes, {"t", "d", *(("s",) if causal else ())}
+    sizes |= {_value_letter(q, v): int(v.meta["val"].shape[-1])}
+    return sizes, {"t", "d", "e", *(("s",) if causal else ())} & {*sizes}
+
+
+def _value_letter(q: Node, v: Node) -> str:
+    """The letter of the values' width, which may be another than the keys'."""
+    return "d" if q.meta["val"].shape[-1] == v.meta["val"].shape[-1] else "e"
 
 
 def _mask_dims(mask: Node) -> Dims:
@@ -28,21 +34,22 @@ _LSE: Dims = (("b",), ("k", "g"), ("s",))
 
 
 def attention(node: Node) -> BoundRule:
-    """`b (k g) s [d], b k [t] [d], b k [t] [d] -> b (k g) s [d], b (k g) s`; a causal query's `s` is whole."""
-    q, k, _, mask, causal = node.args[:5]
-    assert isinstance(q, Node) and isinstance(k, Node)
-    sizes, kept = _attention_letters(q, k, bool(causal))
-    masks = [_mask_dims(mask)] if isinstance(mask, Node) else []
-    return from_letters([_Q, _KV, _KV, *masks], [_Q, _LSE], sizes, kept)
+    """`b (k g) s [d], b k [t] [d], b k [t] [e] -> b (k g) s [e], b (k g) s`; a causal query's `s` is whole."""
+    q, k, v, mask, causal = node.args[:5]
+    assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
+    sizes, kept = _attention_letters(q, k, v, bool(causal))
+    masks, width = [_mask_dims(mask)] if isinstance(mask, Node) else [], (_value_letter(q, v),)
+    return from_letters([_Q, _KV, (*_KV[:3], width), *masks], [(*_Q[:3], width), _LSE], sizes, kept)
 
 
 def attention_backward(node: Node) -> BoundRule:
     """dq follows the query; dk and dv are partial over split query groups and positions."""
-    _, q, k, _, mask, _, _, causal = node.args[:8]
-    assert isinstance(q, Node) and isinstance(k, Node)
-    sizes, kept = _attention_letters(q, k, bool(causal))
-    masks = [_mask_dims(mask)] if isinstance(mask, Node) else []
-    return from_letters([_Q, _Q, _KV, _KV, *masks, _Q, _LSE], [_Q, _KV, _KV], sizes, kept, linear=((0,),))
+    _, q, k, v, mask, _, _, causal = node.args[:8]
+    assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
+    sizes, kept = _attention_letters(q, k, v, bool(causal))
+    masks, width = [_mask_dims(mask)] if isinstance(mask, Node) else [], (_value_letter(q, v),)
+    out, values = (*_Q[:3], width), (*_KV[:3], width)
+    return from_letters([out, _Q, _KV, values, *masks, out, _LSE], [_Q, _KV, values], sizes, kept, linear=((0,),))
 
 
 _FUSED_Q: Dims = (("b",), ("h",), ("s",), ("d",))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import Node
@@ -17,7 +18,7 @@ from torch.fx import Node
 from autopar import markers
 from autopar.layout import Layout, chunk_size
 from autopar.mesh import Mesh
-from autopar.rules.choices import Choice, filled, operand_layouts, result_layouts, ways_of
+from autopar.rules.choices import Choice, enumerate_choices, filled, operand_layouts, result_layouts, ways_of
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import index_operands, is_view, op_name, result_values, tensor_operands
 
@@ -58,6 +59,7 @@ def flops(node: Node) -> float:
         sizes: dict[str, int] = {}
         for factor in rule.factors:
             sizes[factor.letter] = sizes.get(factor.letter, 1) * factor.size
+        sizes["d"] = max(sizes.get("d", 1), sizes.pop("e", 1))  # fused kernels take keys and values of one width
         causal = 0.5 if any(f.letter == "s" and f.is_whole for f in rule.factors) else 1.0
         return 2.0 * causal * _ATTENTION_MATMULS[name] * math.prod(sizes.values())
     return 0.0
@@ -91,18 +93,41 @@ def _filled_bytes(
     return sum(2 * count * size for count, size in zip(times, operand_bytes, strict=True))
 
 
-def least_seconds(nodes: Mapping[Node, int], ranks: int, compute: Compute) -> float:
-    """What nodes, each run some times, take at least, however `ranks` ranks share each of them: none does less than its
-    part of the work, or moves less than its part of the bytes."""
-    total = 0.0
-    for node, times in nodes.items():
-        if not _takes_time(node):
-            continue
-        values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
-        moved = sum(value.numel() * value.element_size() for value in values)
-        dtype = str(_results(node)[0].dtype).removeprefix("torch.")
-        total += times * compute(flops(node) / ranks, moved / ranks, dtype)
-    return total
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an op does, however it is laid out: operations, bytes of its operands and results, their dtype's name."""
+
+    flops: float
+    moved_bytes: float
+    dtype: str
+    rule: LeafRule | None
+    """None for what takes no time."""
+
+    def least_seconds(self, mesh: Mesh, compute: Compute) -> float:
+        """On a rank of a stage at least: no choice leaves it less than an equal part of the bytes, or than
+        `least_share` of the operations (an axis longer than each factor of an attention splits none of it)."""
+        if self.rule is None:
+            return 0.0
+        part = least_share(self.rule, mesh) if self.flops else 1.0
+        return compute(self.flops * part, self.moved_bytes / mesh.num_ranks, self.dtype)
+
+
+def work_of(node: Node) -> Work:
+    """What an op of a step graph does."""
+    if not _takes_time(node):
+        return Work(0.0, 0.0, "", None)
+    values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
+    moved = sum(value.numel() * value.element_size() for value in values)
+    return Work(flops(node), moved, str(_results(node)[0].dtype).removeprefix("torch."), node.meta["rule"])
+
+
+def least_share(rule: LeafRule, mesh: Mesh) -> float:
+    """The least part of an op's work that a choice leaves to a rank of a mesh with axes of these sizes."""
+    key = ("share", *sorted(size for _, size in mesh.axes))
+    if key not in rule.memo:
+        rule.memo[key] = min(share(rule, choice, mesh) for choice in enumerate_choices(rule, mesh))
+    part: float = rule.memo[key]
+    return part
 
 
 def _takes_time(node: Node) -> bool:

@@ -185,7 +185,7 @@ def _segment_seconds(problem: CutProblem, stage: int) -> Array:
     """[start, end]: seconds of the stage with layers start..end-1; infinite where they don't fit."""
     size = len(problem.layers)
     result = np.full((size + 1, size + 1), np.inf)
-    fixed = np.array([0.0, *(_fixed_seconds(problem, stage, end) for end in range(1, size + 1))])
+    fixed = problem.own_seconds(stage) + np.array([0.0, *(layer.cut_seconds for layer in problem.layers[:-1]), 0.0])
     if math.isinf(problem.capacity):  # everybody takes the fastest point
         upto = np.cumsum([0.0, *(min(point.seconds for point in layer.points) for layer in problem.layers)])
         return np.where(np.tri(size + 1, k=-1, dtype=bool).T, upto[None, :] - upto[:, None] + fixed[None, :], np.inf)

@@ -14,9 +14,12 @@ from autopar import composites
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def operands(dtype: torch.dtype, groups: int, mask: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def operands(
+    dtype: torch.dtype, groups: int, mask: str, width: int = 8
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, 6, 8, dtype=dtype, requires_grad=True) for h in (4, groups, groups))
+    shapes = ((4, 8), (groups, 8), (groups, width))
+    q, k, v = (torch.randn(2, h, 6, d, dtype=dtype, requires_grad=True) for h, d in shapes)
     masks = {
         "bool": torch.rand(2, 1, 6, 6) > 0.3,
         "float": torch.randn(6, 6, dtype=dtype),
@@ -41,10 +44,11 @@ def test_attention_equals_torch(dtype: torch.dtype, groups: int, mask: str) -> N
     assert out.transpose(1, 2).is_contiguous() and got_grads[0].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("width", [5, 8, 11])
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_attention_by_definition(groups: int, mask: str) -> None:
-    q, k, v, m = operands(torch.float64, groups, mask)
+def test_attention_by_definition(groups: int, mask: str, width: int) -> None:
+    q, k, v, m = operands(torch.float64, groups, mask, width)
     causal, scale = mask == "causal", 0.3
     with torch.no_grad():
         out, lse = composites.attention(q, k, v, m, causal, scale)
@@ -54,6 +58,18 @@ def test_attention_by_definition(groups: int, mask: str) -> None:
         plain = composites.attention_backward_in_plain_ops(dout, q, k, v, m, out, lse, causal, scale)
     for a, b in zip((out, lse, *grads), (plain_out, plain_lse, *plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("width", [5, 11])
+def test_values_may_be_narrower_or_wider_than_keys(width: int) -> None:
+    q, k, v, _ = operands(torch.float64, 4, "causal", width)
+    out, _ = torch.ops.autopar.attention(q, k, v, None, True, 0.3)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert out.shape == (2, 4, 6, width) and out.transpose(1, 2).is_contiguous()
+    got_grads, want_grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
+    for got, wanted in zip((out, *got_grads), (want, *want_grads), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)], ids=str)

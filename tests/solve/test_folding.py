@@ -30,6 +30,7 @@ from autopar.pins import parse_pins
 from autopar.planning import plan
 from autopar.skeletons import Skeletons
 from autopar.solve.build import BuiltProblem, build_problem
+from autopar.solve.costs import least_share
 from autopar.solve.problem import evaluate
 from autopar.trials import Trials
 from tests.solve.test_recompute import setting_of
@@ -362,6 +363,17 @@ def test_no_plan_beats_the_bounds_of_its_layers(pins: str) -> None:
     rising = [trials.bounds.least_s(made.mesh), *looks, made.estimate.objective_s]
     assert all(lower <= higher * (1 + 1e-9) for lower, higher in itertools.pairwise(rising)), rising
     assert looks[-1] >= 0.3 * made.estimate.objective_s  # it says something
+
+
+def test_an_axis_longer_than_every_factor_shares_no_work() -> None:
+    step = chain_step(Chain(), is_folded=True)
+    bounds = Trials(step, skeletons_of(step), parse_cluster("64xcpu"), parse_pins(None), 1e9).bounds
+    even, long = (Mesh.parse(text) for text in ("pp=1 dp=8 tp=8", "pp=1 dp=1 tp=64"))
+    linears = [node for node in bounds.whole.graph.nodes if op_name(node) == "linear"]
+    assert {least_share(node.meta["rule"], even) for node in linears} == {1 / 64}
+    assert {least_share(node.meta["rule"], long) for node in linears} == {1.0}
+    assert bounds.least_s(long) > bounds.least_s(even)
+    assert bounds.least_s(even) == bounds.least_s(Mesh.parse("pp=1 tp=8 dp=8"))
 
 
 def test_a_stage_of_one_layer_each_stands_for_itself() -> None:

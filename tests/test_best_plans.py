@@ -9,7 +9,7 @@ import pytest
 from autopar import best_plans, compile, plan
 from autopar.differing import ranking
 from autopar.errors import PlanError
-from autopar.planning import GUESS_GAP
+from autopar.planning import CUT_GAP
 from autopar.plans import Plan
 from tests.virtual.step_models import step_of
 
@@ -30,9 +30,9 @@ def test_they_are_distinct_and_in_order() -> None:
 
 
 def test_the_first_is_no_worse_than_the_plan_and_each_is_what_its_mesh_pinned_gives() -> None:
-    """To look for one plan alone leaves open what may be a little better (`CUT_GAP`, `GUESS_GAP`)."""
+    """To look for one plan alone leaves open what may be a little better (`CUT_GAP`)."""
     one, best = found(1)[0].estimate, found(3)[0].estimate
-    assert len(found(1)) == 1 and best.objective_s <= one.objective_s <= best.objective_s / (1 - GUESS_GAP)
+    assert len(found(1)) == 1 and best.objective_s <= one.objective_s <= best.objective_s / (1 - CUT_GAP)
     for each in found(3)[:2]:
         pins = " ".join(f"{axis}={size}" for axis, size in each.mesh.axes)
         pinned = plan(step_of(NAME, 2), "2xcpu", pin=pins).estimate.objective_s

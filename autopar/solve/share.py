@@ -78,6 +78,8 @@ def solve_repeated_first(
     shared = share(dataclasses.replace(built, problem=problem))
     sizes = Counter(shared.group)
     inner = [group for group in sorted(sizes) if sizes[group] > 1]
+    if not inner:
+        return solve_shared(built, problem, gap=gap, time_limit_s=time_limit_s, floor=floor)
     layers = solve(_among(shared.problem, inner), gap=gap, time_limit_s=time_limit_s)
     kept = [np.arange(node.num_strategies) for node in shared.problem.nodes]
     for group, pick in zip(inner, layers.choice, strict=False):

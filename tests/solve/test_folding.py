@@ -350,6 +350,8 @@ def test_stages_are_alike_by_their_layers_and_where_values_pass_from_neighbour_t
     assert found.kept == (0, 1, 3, 5)  # the first, three layers, two layers, the last
     assert found.like == (0, 1, 1, 2, 1, 3)
     assert found.times == (1, 3, 1, 1)
+    kinds = skeletons.likeness(Cut.from_boundaries(skeletons.units, [0, 2, 5, 8, 10, 13], (0, 1, 0, 0, 0, 0)))
+    assert kinds.kept == (0, 1, 2, 3, 5) and kinds.like == (0, 1, 2, 3, 2, 4)  # the second chooses otherwise
     skipping = skeletons_of(folded_step("loop"))  # all of its blocks read what the first layer gives
     assert skipping.likeness(Cut.from_boundaries(skipping.units, [0, 3, 5, 7, 9])).kept == (0, 1, 2, 3, 4)
 
@@ -363,6 +365,7 @@ def test_no_plan_beats_the_bounds_of_its_layers(pins: str) -> None:
     rising = [trials.bounds.least_s(made.mesh), *looks, made.estimate.objective_s]
     assert all(lower <= higher * (1 + 1e-9) for lower, higher in itertools.pairwise(rising)), rising
     assert looks[-1] >= 0.3 * made.estimate.objective_s  # it says something
+    assert 0.05 * made.estimate.objective_s <= trials.units_s(made.mesh) <= made.estimate.objective_s * (1 + 1e-9)
 
 
 def test_an_axis_longer_than_every_factor_shares_no_work() -> None:

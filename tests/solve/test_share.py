@@ -16,9 +16,9 @@ from autopar.mesh import Mesh
 from autopar.pins import parse_pins
 from autopar.skeletons import Skeletons
 from autopar.solve.build import build_problem
-from autopar.solve.problem import evaluate
+from autopar.solve.problem import evaluate, unlimited
 from autopar.solve.search import solve
-from autopar.solve.share import canonical_keys, share, solve_shared
+from autopar.solve.share import canonical_keys, share, solve_repeated_first, solve_shared
 from autopar.trials import Trials
 from tests.virtual.step_models import step_of
 
@@ -75,6 +75,24 @@ def test_sharing_loses_little_and_never_gains():
     shared = solve_shared(problem, problem.problem, gap=GAP)
     assert free.bound <= shared.objective * (1 + 1e-9)
     assert shared.objective <= free.objective * 1.03
+
+
+@pytest.mark.parametrize("mesh", ["pp=1 dp=2 tp=2", "pp=1 dp=4 tp=1"])
+def test_what_repeats_first_is_near_the_best(mesh):
+    whole = built(5, mesh)
+    free = unlimited(whole.problem)
+    best = solve_shared(whole, free, gap=GAP)
+    soon = solve_repeated_first(whole, free, gap=GAP, time_limit_s=5.0)
+    assert soon.bound <= best.objective * (1 + 1e-9) and best.bound <= soon.objective * (1 + 1e-9)
+    assert soon.objective <= best.objective * 1.05
+    assert evaluate(free, soon.choice).objective == pytest.approx(soon.objective, rel=1e-9)
+
+
+def test_a_model_of_one_layer_has_nothing_that_repeats():
+    whole = built(1)
+    free = unlimited(whole.problem)
+    soon = solve_repeated_first(whole, free, gap=GAP, time_limit_s=5.0)
+    assert soon.objective == pytest.approx(solve_shared(whole, free, gap=GAP).objective, rel=GAP)
 
 
 def test_the_quotient_is_as_large_for_more_layers():

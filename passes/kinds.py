@@ -4,6 +4,7 @@
 |-------------------|--------------------------------------------|-------------------------------|
 | early             | the part's inputs, by moving alone         | anything                      |
 | late              | anything, by a collective                  | the part's outputs alone      |
+| feeders           | anything, by views, casts and packing      | starts of late nodes alone    |
 | fillers           | anything, by no collective                 | gradients and late nodes      |
 | small from batch  | the batch and buffers, in small tensors    | anything                      |
 """
@@ -65,6 +66,17 @@ def late(graph: fx.Graph) -> set[fx.Node]:
         if node in tail and (is_start(node) or any(operand in behind for operand in node.all_input_nodes)):
             behind.add(node)
     return behind
+
+
+def feeders(graph: fx.Graph, ends: set[fx.Node]) -> set[fx.Node]:
+    """What leads to starts among `ends` alone, by views, casts and packing."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_cheap = is_view(node) or node.target in (*CASTS, *PACKS)
+        leads = bool(node.users) and all(user in found or (user in ends and is_start(user)) for user in node.users)
+        if node.op == "call_function" and is_cheap and leads:
+            found.add(node)
+    return found
 
 
 def fillers(part: Part, ends: set[fx.Node]) -> set[fx.Node]:

@@ -35,7 +35,17 @@ from autopar.rules.nodes import op_name
 from autopar.solve.costs import HEAVY
 from passes.context import Overlap
 from passes.editing import edit
-from passes.kinds import block_of, early, fillers, is_accumulation, late, small_from_batch, started_by, summed
+from passes.kinds import (
+    block_of,
+    early,
+    feeders,
+    fillers,
+    is_accumulation,
+    late,
+    small_from_batch,
+    started_by,
+    summed,
+)
 
 _Flight = tuple[float, float, int]
 """(start, first use, bytes)"""
@@ -134,6 +144,7 @@ def _ordered(part: Part, limits: Overlap) -> list[fx.Node]:
     _hoist_small(times, part)
     _delay_fillers(times, fillers(part, last), last | first)
     _place_sums(times, last)
+    _place_feeders(times, last)
     _place_late(times, last)
     _place_early(times, first - last)
     seeds = [node for node in graph.nodes if not is_wait(node) or _is_returned(node)]
@@ -242,6 +253,15 @@ def _place_sums(times: _Times, last: set[fx.Node]) -> None:
             times.time[node] = max(times.time[operand] for operand in node.all_input_nodes) + 0.01
 
 
+def _place_feeders(times: _Times, last: set[fx.Node]) -> None:
+    """What a late start is made ready by follows its operands: it stands where the sum is that reads what is reduced,
+    often at the end of the part."""
+    feeding = feeders(times.graph, last)
+    for node in times.graph.nodes:
+        if node in feeding:
+            times.time[node] = max(times.time[operand] for operand in node.all_input_nodes)
+
+
 def _place_late(times: _Times, last: set[fx.Node]) -> None:
     """Starts follow their input; what follows a wait comes at the end of the next block."""
     for node in times.graph.nodes:
@@ -252,7 +272,7 @@ def _place_late(times: _Times, last: set[fx.Node]) -> None:
         if waits:
             started = max(times.time[started_by(wait)] for wait in waits)
             ready = max(ready, times.begin(times.block(started) + 2) - 0.25)
-        times.time[node] = ready + 0.01 if is_start(node) else max(times.time[node], ready)
+        times.time[node] = ready + 0.01 if is_start(node) else ready
         for user in node.users:
             if is_wait(user):
                 times.time[user] = times.time[node]

@@ -138,6 +138,38 @@ def layered_backward(layers=4, axis_of_activation=None):
     return b.part("backward", saved__dx=dy, **outputs)
 
 
+def backward_with_sums_at_the_end(layers=4):
+    """As captured with several microbatches: a gradient's sum, and the view that its reduction needs, come last."""
+    b = Builder()
+    weights = [b.input(f"param:layers.{i}.w", 4, 4) for i in range(layers)]
+    saved = [b.input(f"saved:x{i}", 3, 4) for i in range(layers)]
+    totals = [b.input(f"accumulator:layers.{i}.w", 2, 4) for i in range(layers)]
+    dy, gradients, outputs = b.input("received:dy", 3, 4), {}, {}
+    for i in reversed(range(layers)):
+        b.path = f"layers.{i}"
+        gradients[i] = b.call(aten.mm.default, b.call(aten.t.default, saved[i]), dy)
+        dy = b.call(aten.relu.default, b.call(aten.mm.default, dy, b.call(aten.t.default, weights[i])))
+    for i in range(layers):
+        b.path = f"layers.{i}.w"
+        part = b.call(collectives.reduce_scatter, b.call(aten.view.default, gradients[i], [4, 4]), "dp", 0)
+        outputs[f"accumulator__layers.{i}.w"] = b.call(aten.add.Tensor, totals[i], part)
+    return b.part("backward", saved__dx=dy, **outputs)
+
+
+def test_reductions_start_as_soon_as_their_gradient_is_there():
+    """They are awaited a block later, wherever the sum stood."""
+    part = backward_with_sums_at_the_end()
+    after = schedule_collectives(part)
+    words = [word for word in order(after) if word.split()[0] in ("mm", "reduce_scatter?", "wait")]
+    assert words == [
+        *("mm 0", "reduce_scatter? 0", "mm 1"),
+        *("mm 2", "reduce_scatter? 1", "mm 3", "wait 0"),
+        *("mm 4", "reduce_scatter? 2", "mm 5", "wait 1"),
+        *("mm 6", "reduce_scatter? 3", "mm 7", "wait 2", "wait 3"),
+    ]
+    assert same_numbers(part, after)
+
+
 def test_gradient_reductions_are_awaited_one_block_later():
     part = layered_backward()
     after = schedule_collectives(part)

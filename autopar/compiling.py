@@ -35,6 +35,7 @@ from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, parse_choice
 from autopar.rules.found import require_proven, write_rules
 from autopar.rules.nodes import type_text
+from autopar.solve.windows import most_ahead
 
 
 @collected_seldom()
@@ -108,7 +109,7 @@ def lower(
     from passes.context import Context, Overlap
 
     again = keys_again(step, recomputed)
-    ahead = Overlap(gathered_bytes=min(1 << 30, capacity // 10))
+    ahead = Overlap(gathered_bytes=most_ahead(capacity))
     context = Context(mesh, microbatches, choices, step.state_pairs, Resharder(mesh, price), again, ahead)
     pipeline = passes.lower(step.graph, context)
     actions = make_schedule(schedule, mesh.num_stages, microbatches)

@@ -110,6 +110,20 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlapRow:
+    """What ranks of a stage communicate over one axis in a step, by the cost model."""
+
+    stage: int
+    axis: str
+    hidden_s: float
+    """Behind computation beside which the program lets it run, at most as long as that takes."""
+    exposed_s: float
+    """Waited for, or by which it slows that computation."""
+
+    __pydantic_config__ = FORBID_UNKNOWN_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleRow:
     """What the step spends on modules that differ in layer numbers only, and what they hold."""
 
@@ -145,6 +159,9 @@ class Estimate:
     """Parts of the step time by name (`compute`, `collectives`, `bubble`, `update`, …), summing to the objective."""
     modules: tuple[ModuleRow, ...] = ()
     """Where the seconds and the bytes go."""
+    overlapped_s: float | None = None
+    """Step time where communication hides as `overlap` says; the objective adds it to the computation."""
+    overlap: tuple[OverlapRow, ...] = ()
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS
 

@@ -14,10 +14,11 @@ from autopar.counting import Counts
 from autopar.key_globs import class_of
 from autopar.layers import Cut
 from autopar.mesh import Mesh
-from autopar.plans import CollectiveRow, Estimate, MemoryRow, ModuleRow, StageSpan, relative_gap
+from autopar.plans import CollectiveRow, Estimate, MemoryRow, ModuleRow, OverlapRow, StageSpan, relative_gap
 from autopar.program.schedule import bubble_fraction, chain_transfers, make_schedule
 from autopar.program.traffic import Traffic
 from autopar.solve import spent
+from autopar.solve.overlapped import Overlapped, overlapped
 from autopar.solve.problem import evaluate
 from autopar.trials import Found
 
@@ -42,6 +43,8 @@ def estimate(
     there, counts = len(found.likeness.kept), found.counted()
     rows = (*checked.rows, *[0.0] * (2 * there - len(checked.rows)))
     bound = min(bound, objective)
+    contention, is_pipelined = cluster.device.contention, found.mesh.num_stages > 1
+    overlap = overlapped(found.built, found.solution.choice, contention, is_pipelined)
     return Estimate(
         objective_s=objective,
         bound_s=bound,
@@ -55,13 +58,30 @@ def estimate(
         bubble_fraction=_bubble(found, [rows[like] for like in found.likeness.like]),
         step_s=_parts(objective, rows, found.mesh, there, found.microbatches),
         modules=module_rows(found, counts),
+        overlapped_s=overlap.step_s,
+        overlap=overlap_rows(found, overlap),
     )
+
+
+def overlap_rows(found: Found, overlap: Overlapped) -> tuple[OverlapRow, ...]:
+    """One row per stage and axis; axes are called as they are in the plan."""
+    called = _called(found)
+    rows = []
+    for stage, like in enumerate(found.likeness.like):
+        ways = overlap.axes[like].items()
+        rows += [OverlapRow(stage, called.get(axis, axis), way.hidden_s, way.exposed_s) for axis, way in ways]
+    return tuple(rows)
+
+
+def _called(found: Found) -> dict[str, str]:
+    """The names of the problem's axes in the plan."""
+    return dict(zip(found.built.setting.mesh.spmd.names, found.mesh.spmd.names, strict=True))
 
 
 def module_rows(found: Found, counts: Counts) -> tuple[ModuleRow, ...]:
     """Seconds and bytes by module, in the order in which they come; axes are called as they are in the plan."""
     built, choice = found.built, found.solution.choice
-    called = dict(zip(built.setting.mesh.spmd.names, found.mesh.spmd.names, strict=True))
+    called = _called(found)
     inputs = (node.meta["role"] for node in built.nodes if node.op == "placeholder")
     parameters = {role.name for role in inputs if role.kind == "param"}
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

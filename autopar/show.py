@@ -91,6 +91,7 @@ def summary(plan: Plan) -> list[Table]:
         _memory(plan),
         Table(_binding_line(plan)),
         _collectives(plan),
+        _overlap(plan),
         *map(Table, rule_lines(plan)),
         Table(_search_line(plan)),
     ]
@@ -205,6 +206,16 @@ def _collectives(plan: Plan) -> Table:
     ]
     columns = ("axis", "collective", "calls", "per_call_bytes", "per_step_bytes", "link", "time_s")
     return Table("collectives of a rank in a step", columns, tuple(rows))
+
+
+def _overlap(plan: Plan) -> Table:
+    """What of the communication hides, where any does."""
+    estimate = plan.estimate
+    rows = [(row.stage, row.axis, row.hidden_s, row.exposed_s) for row in estimate.overlap]
+    step = f"step {format_seconds(estimate.overlapped_s or estimate.objective_s)}"
+    columns = ("stage", "axis", "hidden_s", "exposed_s")
+    hides = any(row.hidden_s for row in estimate.overlap)
+    return Table(f"communication beside computation: {step}", columns, tuple(rows) if hides else (), "overlap")
 
 
 def rule_lines(plan: Plan, ops: Collection[str] | None = None) -> list[str]:

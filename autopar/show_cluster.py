@@ -33,6 +33,7 @@ def _figures(device: Device) -> tuple[Row, ...]:
         "launch_s": format_seconds(device.launch_s),
         "matmul_efficiency": f"{device.matmul_efficiency:.1%}",
         "memory_efficiency": f"{device.memory_efficiency:.1%}",
+        "contention": f"{device.contention:g}",
         **{
             f"efficiency_curves.{dtype}": ", ".join(f"{part:.0%} at {flops:.2g}" for flops, part in curve)
             for dtype, curve in device.efficiency_curves.items()

@@ -10,6 +10,7 @@ from torch.fx import Node
 from autopar.mesh import Mesh
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice
+from autopar.solve.windows import SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Overlap:
     outstanding: int = 64
     """Greatest number of collectives in flight."""
     blocks_ahead: int = 1
-    small_bytes: int = 1 << 16
+    small_bytes: int = SMALL_BYTES
     """Largest tensor (whole) whose gather may come long before its use, with those of other blocks."""
     bucket_bytes: int = 1 << 21
     """Largest tensor (whole) that travels with others of its block."""

@@ -14,6 +14,7 @@ from autopar.plans import (
     CollectiveRow,
     Estimate,
     MemoryRow,
+    OverlapRow,
     Plan,
     StageSpan,
     ValidFor,
@@ -43,6 +44,8 @@ ESTIMATE = Estimate(
     collectives=(CollectiveRow("tp", "all_reduce", 16, 1024, 16384, "loopback 2 GB/s 100 us", 0.01),),
     bubble_fraction=0.2,
     step_s={"compute": 0.3, "collectives": 0.1, "bubble": 0.1},
+    overlapped_s=0.46,
+    overlap=(OverlapRow(0, "tp", 0.04, 0.06),),
 )
 PLAN = Plan(
     valid_for=VALID_FOR,

@@ -104,6 +104,11 @@ class Repeats:
             return max(self.times(low), self.times(high)), None
         return 1, here[0].block(here[2], there[3]) if here[1] > 1 else None
 
+    def period(self, block: str) -> tuple[str, int] | None:
+        """The same for blocks that come in turn; None for one that belongs to no run."""
+        found = self._find(block)
+        return (found[0].path, found[2]) if found is not None else None
+
     def blocks(self, block: str) -> tuple[str, ...]:
         """The blocks for which a block stands."""
         found = self._find(block)
@@ -118,12 +123,7 @@ class Repeats:
 
         What belongs to no run stands for itself.
         """
-
-        def period(block: str) -> tuple[str, int] | str:
-            found = self._find(block)
-            return (found[0].path, found[2]) if found is not None else block
-
-        for _, group in itertools.groupby(blocks, period):
+        for _, group in itertools.groupby(blocks, lambda block: self.period(block) or block):
             members = list(group)
             for row in zip(*(self.blocks(block) for block in members), strict=True):
                 yield from zip(row, members, strict=True)

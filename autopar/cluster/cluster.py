@@ -47,6 +47,9 @@ class Device:
     """Of large matmuls, in dtypes without an efficiency curve."""
     memory_efficiency: float = 1.0
     """Of large transfers to and from memory."""
+    contention: float = 1.0
+    """What each second in which computation and a collective run together costs more: 0, one hides behind the other; 1,
+    it is as if one came after the other."""
     efficiency_curves: dict[str, Curve] = field(default_factory=dict, hash=False)
     """By dtype: what matmuls of rising size reach. Smaller and larger ones are as efficient as the first and last."""
     sources: dict[str, str] = field(default_factory=dict, hash=False)
@@ -61,6 +64,7 @@ class Device:
         _require_fraction(where, "matmul_efficiency", self.matmul_efficiency)
         _require_fraction(where, "memory_efficiency", self.memory_efficiency)
         _require(self.launch_s >= 0, where, "launch_s", self.launch_s, "at least 0")
+        _require(0 <= self.contention <= 1, where, "contention", self.contention, "a number from 0 to 1")
         _require("float32" in self.flops_per_s, where, "flops_per_s", sorted(self.flops_per_s), "a rate for float32")
         for dtype, rate in self.flops_per_s.items():
             _require_positive(where, f"flops_per_s.{dtype}", rate)

@@ -43,6 +43,25 @@ class Traffic:
     """Sum over the calls of the whole tensor's bytes, as the cost model counts them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of a lowered part."""
+
+    axis: str
+    kind: str
+    whole_bytes: int
+    """Of the whole tensor, as the cost model counts them."""
+
+
+def collective_of(node: Node, mesh: Mesh) -> Call | None:
+    """What a node of a lowered part calls, or starts; None where it is no collective."""
+    kind = _KINDS.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
+    if kind is None:
+        return None
+    axis = str(node.args[1])
+    return Call(axis, kind, _whole_bytes(node, kind, mesh.size(axis)))
+
+
 def traffic(pipeline: Pipeline, min_bytes: int = 0) -> tuple[Traffic, ...]:
     """One row per stage, axis and kind; calls that send fewer than `min_bytes` are left out (scalars)."""
     counts: Counter[tuple[int, str, str]] = Counter()
@@ -64,11 +83,10 @@ def _calls(pipeline: Pipeline) -> list[tuple[int, str, str, int, int, int]]:
         for part in stage.parts.values():
             times = 1 if part.name in _PER_STEP else pipeline.microbatches
             for node in part.graph.graph.nodes:
-                kind = _KINDS.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
-                if kind is not None:
-                    axis = str(node.args[1])
-                    ranks = pipeline.mesh.size(axis)
-                    calls.append((stage.index, axis, kind, _whole_bytes(node, kind, ranks), times, ranks))
+                call = collective_of(node, pipeline.mesh)
+                if call is not None:
+                    ranks = pipeline.mesh.size(call.axis)
+                    calls.append((stage.index, call.axis, call.kind, call.whole_bytes, times, ranks))
     for transfer in pipeline.transfers:
         times = 1 if transfer.part in _PER_STEP or transfer.slot.kind == "accumulator" else pipeline.microbatches
         sent = _local_bytes(pipeline.stages[transfer.source].values[transfer.slot], pipeline.mesh)

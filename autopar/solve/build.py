@@ -92,6 +92,11 @@ class Moved:
     is_again: bool = False
     """Whether all of it is for what is computed again; then it moves from the edge's target to its source."""
 
+    def between(self, ends: tuple[int, int]) -> tuple[Layout, Layout]:
+        """The layouts from which, and to which, it moves under the strategies of the edge's source and target."""
+        source, target = (side[0][side[1][end]] for side, end in zip((self.source, self.target), ends, strict=True))
+        return (target, source) if self.is_again else (source, target)
+
 
 @dataclass(slots=True)
 class BuiltProblem:
@@ -109,6 +114,8 @@ class BuiltProblem:
     """What moves on each edge."""
     setting: Setting
     """What it is priced for."""
+    step: StepGraph
+    """What it is made of."""
 
     def choices(self, solution: Sequence[int]) -> dict[str, Choice]:
         """Node key → choice."""
@@ -258,6 +265,7 @@ class _Builder:
             tuple(moment.stage for moment in self.moments),
             tuple(self.moves),
             self.setting,
+            self.step,
         )
 
     def _find_homes(self) -> None:

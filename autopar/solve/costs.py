@@ -114,7 +114,7 @@ class Work:
 
 def work_of(node: Node) -> Work:
     """What an op of a step graph does."""
-    if not _takes_time(node):
+    if not takes_time(node):
         return Work(0.0, 0.0, "", None)
     values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
     moved = sum(value.numel() * value.element_size() for value in values)
@@ -130,13 +130,14 @@ def least_share(rule: LeafRule, mesh: Mesh) -> float:
     return part
 
 
-def _takes_time(node: Node) -> bool:
+def takes_time(node: Node) -> bool:
+    """Whether a node does work: views, relays and inputs don't."""
     return node.op == "call_function" and not is_view(node) and node.target not in markers.IDENTITIES
 
 
 def compute_costs(node: Node, choices: Sequence[Choice], mesh: Mesh, compute: Compute) -> list[float]:
     """Seconds of the op on one rank, for each choice."""
-    if not _takes_time(node):
+    if not takes_time(node):
         return [0.0] * len(choices)
     values = (*(operand.meta["val"] for operand in tensor_operands(node)), *_results(node))
     drawn = _DRAWN_BYTES.get(op_name(node), 0)

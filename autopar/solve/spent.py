@@ -68,7 +68,7 @@ def _moved(moved: Moved, setting: Setting, ends: tuple[int, int], total: float) 
     """An edge's seconds by what they are for."""
     if moved.is_again:
         return {AGAIN: total}
-    source, target = (side[0][side[1][end]] for side, end in zip((moved.source, moved.target), ends, strict=True))
+    source, target = moved.between(ends)
     sent = setting.transfer(local_bytes(source, moved.width, setting.mesh)) * moved.times if moved.crosses else 0.0
     parts = setting.resharder.parts_s(source, target, moved.width)
     once = moved.times * setting.resharder.cost_s(source, target, moved.width)

@@ -50,6 +50,9 @@ PRICES = (0.03, 0.1, 0.4, 1.6)
 """Of memory, where it binds: the part of the step's time that all of a device's memory is worth; the last is tried
 where nothing fits at the others."""
 
+TIGHTER = (0.85, 0.7)
+"""Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
+
 UNSEEN = 0.015
 """Share of the memory that the working set of the moment takes, by which pipelines' first limits are tighter."""
 
@@ -176,8 +179,16 @@ class Trials:
 
     # -- plans -------------------------------------------------------------------------------------------------
     def planned(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
-        """The fastest plan of a mesh that fits, as far as one is found."""
-        return self.free(mesh, relaxed) or self.fitted(mesh, relaxed)
+        """The fastest plan of a mesh that fits, as far as one is found.
+
+        A pipeline whose guess turns out not to fit is guessed again for less memory."""
+        found = self.free(mesh, relaxed) or self.fitted(mesh, relaxed)
+        for part in TIGHTER:
+            if found is not None or mesh.num_stages == 1 or math.isinf(self._guess(mesh, relaxed).seconds):
+                break
+            self.guesses[mesh] = self._guessed(mesh, relaxed, part * self.capacity)
+            found = self.fitted(mesh, relaxed)
+        return found
 
     def free(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest regardless of memory, where it fits: without recompute, since computing again saves no time."""
@@ -305,23 +316,23 @@ class Trials:
 
     def _guess(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
         if mesh not in self.guesses:
-            self.guesses[mesh] = self._guessed(mesh, relaxed)
+            self.guesses[mesh] = self._guessed(mesh, relaxed, self.capacity)
         return self.guesses[mesh]
 
-    def _guessed(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
+    def _guessed(self, mesh: Mesh, relaxed: Relaxed, capacity: float) -> _Guess:
         """Of the fastest layouts; where memory binds, each stage may have leaner ones, memory having some price."""
         if not relaxed.solution.choice:
             return _Guess(Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
-        best = self._put_together(mesh, [relaxed])
+        best = self._put_together(mesh, [relaxed], capacity)
         if best.keeps_all or mesh.num_stages == 1:
             return best
-        bytes_s, known = relaxed.solution.objective / (mesh.num_stages * self.capacity), [relaxed]
+        bytes_s, known = relaxed.solution.objective / (mesh.num_stages * capacity), [relaxed]
         *usual, last = (part * bytes_s for part in PRICES)
         known += [self._leaner(mesh, relaxed, price) for price in usual]
-        best = self._put_together(mesh, known)
+        best = self._put_together(mesh, known, capacity)
         if math.isfinite(best.seconds):
             return best
-        return self._put_together(mesh, [*known, self._leaner(mesh, relaxed, last)])
+        return self._put_together(mesh, [*known, self._leaner(mesh, relaxed, last)], capacity)
 
     def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
         """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward
@@ -340,11 +351,11 @@ class Trials:
         solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S)
         return replace(relaxed, solution=solution)
 
-    def _put_together(self, mesh: Mesh, known: Sequence[Relaxed]) -> _Guess:
+    def _put_together(self, mesh: Mesh, known: Sequence[Relaxed], capacity: float) -> _Guess:
         """The best cut, each stage in one of the layouts that are known."""
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
         first, *others = (relaxed.layers(units, self.may_recompute) for relaxed in known)
-        problem = CutProblem(first, stages, count, self.capacity, in_flight_of(stages, count))
+        problem = CutProblem(first, stages, count, capacity, in_flight_of(stages, count))
         problem = replace(problem, others=tuple(others), mix_gain=MIX_GAIN)
         once_s = tuple(relaxed.once_s / stages for relaxed in known)
         problem = replace(

@@ -18,7 +18,7 @@ class Overlap:
     """How far communication may run ahead."""
 
     gathered_bytes: int = 1 << 30
-    """Greatest total of gathered buffers whose first reader hasn't run yet."""
+    """Greatest total of gathered buffers whose first reader hasn't run yet; and of what is reduced at one time."""
     outstanding: int = 64
     """Greatest number of collectives in flight."""
     blocks_ahead: int = 1

@@ -13,21 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import fx
 
+from autopar.capture.graphs import Uncompiled
 from autopar.program.parts import Part
 from autopar.rules.nodes import copy_graph
-
-
-class Uncompiled(fx.GraphModule):
-    """A graph with its constants between two passes: nobody calls it, so no Python is generated for it."""
-
-    def recompile(self) -> Any:
-        """Nothing; `fx.GraphModule` calls this whenever it is given a graph."""
-
 
 Graphlike = TypeVar("Graphlike", Part, fx.GraphModule)
 

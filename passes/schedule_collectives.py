@@ -61,7 +61,7 @@ def schedule_collectives(part: Part, context: Any = None) -> Part:
     if not any(node.target in collectives.STARTED or is_accumulation(node) for node in part.graph.graph.nodes):
         return part
     split = edit(part, _split)
-    order = _limited(_ordered(split, limits), limits.outstanding)
+    order = _limited(_ordered(split, limits), late(split.graph.graph), limits)
     check_order(split.graph.graph, order)
     return edit(split, lambda graph: _reorder(graph, order))
 
@@ -313,22 +313,34 @@ def _affordable(wanted: float, latest: float, size: int, flights: list[_Flight],
     return latest
 
 
-def _limited(order: list[fx.Node], outstanding: int) -> list[fx.Node]:
-    """The same order with the oldest collective awaited early wherever more than `outstanding` would be in flight."""
+def _limited(order: list[fx.Node], last: set[fx.Node], limits: Overlap) -> list[fx.Node]:
+    """The same order with the oldest collectives awaited early wherever too many would be in flight, or too many bytes
+    of what is reduced (`last`) and of its results."""
     result: list[fx.Node] = []
-    flying: dict[fx.Node, fx.Node] = {}
+    flying: dict[fx.Node, tuple[fx.Node, int]] = {}
     emitted: set[fx.Node] = set()
     for node in order:
         if node in emitted:
             continue
-        if is_start(node) and len(flying) >= outstanding:
-            oldest = next(iter(flying))
-            result.append(flying.pop(oldest))
-            emitted.add(result[-1])
+        size = _held_bytes(node) if node in last else 0
+        while is_start(node) and flying and not _has_room(flying, size, limits):
+            wait, _ = flying.pop(next(iter(flying)))
+            result.append(wait)
+            emitted.add(wait)
         if is_start(node) and node.users:
-            flying[node] = next(iter(node.users))
+            flying[node] = next(iter(node.users)), size
         elif is_wait(node):
             flying.pop(started_by(node), None)
         result.append(node)
         emitted.add(node)
     return result
+
+
+def _has_room(flying: dict[fx.Node, tuple[fx.Node, int]], size: int, limits: Overlap) -> bool:
+    held = sum(held for _, held in flying.values())
+    return len(flying) < limits.outstanding and (size == 0 or held + size <= limits.gathered_bytes)
+
+
+def _held_bytes(start: fx.Node) -> int:
+    """Of a collective's operands and results."""
+    return sum(nbytes(local_value(node)) for node in (start, *start.all_input_nodes))

@@ -14,12 +14,12 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar import markers
+from autopar.capture.graphs import Uncompiled
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.program.parts import Part, Pipeline, Slot, StageProgram, Transfer, Value
 from autopar.rules.nodes import copy_node, node_argument
 from passes.context import Context
-from passes.editing import Uncompiled
 
 PARTS = ("prologue", "forward", "backward", "norm", "update")
 

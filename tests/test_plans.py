@@ -94,7 +94,7 @@ def test_text_is_for_people():
         '    "layers.10.up/linear/forward#0": "dp=b tp=o"',
         "  },",
     ]
-    assert '    {"first": "embed", "last": "layers.1", "modules": "embed, layers.0-1"},' in lines
+    assert '    {"first": "embed", "last": "layers.1", "modules": "embed, layers.0-1", "kind": 0},' in lines
     assert any(line.startswith('      {"stage": 0, "ranks": "all", "parameters": 10,') for line in lines)
     candidate = next(line for line in lines if "infeasible" in line)
     assert candidate.startswith(

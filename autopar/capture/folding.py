@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autopar.capture.graphs import Captured, Role, assign_keys
+from autopar.capture.graphs import Captured, Role, Uncompiled, assign_keys
 from autopar.capture.running import draw_name, parsed_draw_name
 from autopar.capture.runs import Numbers, Repeats, Run
 from autopar.layers import block_of, blocks_of
@@ -114,7 +114,7 @@ class _Unfolding:
                 self._visit(node)
         roles = self._output()
         self.graph.lint()
-        module = GraphModule(self.old.gradient, self.graph)
+        module = Uncompiled(self.old.gradient, self.graph)
         assign_keys(module.graph)
         old = self.old
         return replace(

@@ -36,6 +36,13 @@ from torch import Tensor, fx
 from autopar.private import OpOverload, size_expression
 
 
+class Uncompiled(fx.GraphModule):
+    """A graph with its constants that is only read: nobody calls it, so no Python is generated for it."""
+
+    def recompile(self) -> Any:
+        """Nothing; `fx.GraphModule` calls this whenever it is given a graph."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Role:
     """What a placeholder or an output is.

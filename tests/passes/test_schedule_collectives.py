@@ -1,5 +1,6 @@
 """Where starts and waits go, and that nothing else changes."""
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -108,6 +109,20 @@ def test_gathers_stay_within_the_budget():
         most = max(most, flying)
     assert most == 2
     assert same_numbers(layered_forward(), two)
+
+
+def test_reductions_in_flight_have_a_budget():
+    """Those of an update would all start at once, each with its operand and result in memory."""
+    b = Builder()
+    grads = [b.input(f"accumulator:{i}", 4, 4) for i in range(6)]
+    part = b.part(
+        "update", **{f"param__{i}": b.call(collectives.reduce_scatter, g, "dp", 0) for i, g in enumerate(grads)}
+    )
+    size = grads[0].meta["val"].nbytes
+    for budget, most in ((1 << 30, 6), (3 * size, 2), (1, 1)):
+        words = [word.split()[0] for word in order(schedule_collectives(part, Overlap(gathered_bytes=budget)))]
+        flying = list(itertools.accumulate({"reduce_scatter?": 1, "wait": -1}.get(word, 0) for word in words))
+        assert max(flying) == most, (budget, words)
 
 
 def test_few_are_outstanding():

@@ -16,13 +16,12 @@ import numpy as np
 from torch.fx import Node
 
 from autopar import markers
-from autopar.fitting import GAP
 from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.held import is_step_relay
 from autopar.solve.layers_apart import of_layouts, solve_among
 from autopar.solve.problem import Index, Problem, Solution
 
-TIME_LIMIT_S = 10.0
+GAP, TIME_LIMIT_S = 5e-3, 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ where nothing fits at the others."""
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
 
-UNSEEN = 0.015
+UNSEEN = 0.02
 """Share of the memory that the working set of the moment takes, by which pipelines' first limits are tighter."""
 
 MIX_GAIN = 2e-3

@@ -56,6 +56,9 @@ TIGHTER = (0.85, 0.7)
 UNSEEN = 0.02
 """Share of the memory that the working set of the moment takes, by which pipelines' first limits are tighter."""
 
+KEPT_BUILT = 4
+"""One-stage problems that are kept from when a pipeline's units are bounded to when it is relaxed."""
+
 MIX_GAIN = 2e-3
 """What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
 
@@ -120,8 +123,10 @@ class Trials:
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
     _bounds: Bounds | None = None
-    _alone_built: dict[Mesh, tuple[BuiltProblem, dict[str, float]]] = field(default_factory=dict)
-    """Of pipelines whose units are bounded and that aren't relaxed yet: the one-stage problem, seconds of each unit."""
+    _unit_s: dict[Mesh, dict[str, float]] = field(default_factory=dict)
+    """Of pipelines whose units are bounded: the least seconds of each."""
+    _alone_built: dict[Mesh, BuiltProblem] = field(default_factory=dict)
+    """The one-stage problems of the last of these that aren't relaxed yet."""
 
     @property
     def microbatches(self) -> int:
@@ -137,12 +142,13 @@ class Trials:
 
     def units_s(self, mesh: Mesh) -> float:
         """What no plan of a pipeline beats, each unit of the model taking what it takes at least by itself."""
-        if mesh not in self._alone_built:
-            built = build_problem(self.whole, self._alone(mesh))
+        if mesh not in self._unit_s:
+            built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
             once = 1 / (mesh.num_stages + self.microbatches - 1)
-            unit_s = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).seconds()
-            self._alone_built[mesh] = built, unit_s
-        return self.bounds.cut_s(mesh, self._alone_built[mesh][1])
+            self._unit_s[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).seconds()
+            if len(self._alone_built) > KEPT_BUILT:
+                self._alone_built.pop(next(iter(self._alone_built)))
+        return self.bounds.cut_s(mesh, self._unit_s[mesh])
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut.
@@ -150,8 +156,9 @@ class Trials:
         That of a pipeline is also bounded unit by unit, since no unit can be cut in two."""
         step, least = self.whole, 0.0
         if mesh.num_stages > 1:  # of one stage it is the answer too, where memory doesn't bind
-            least, (built, unit_s) = self.units_s(mesh), self._alone_built.pop(mesh)
-            floor = fill(mesh, self.microbatches) * sum(unit_s.values())
+            least = self.units_s(mesh)
+            built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
+            floor = fill(mesh, self.microbatches) * sum(self._unit_s[mesh].values())
             free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
             solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
         else:

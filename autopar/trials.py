@@ -154,16 +154,14 @@ class Trials:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut.
 
         That of a pipeline is also bounded unit by unit, since no unit can be cut in two."""
-        step, least = self.whole, 0.0
-        if mesh.num_stages > 1:  # of one stage it is the answer too, where memory doesn't bind
-            least = self.units_s(mesh)
-            built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
+        step, is_cut = self.whole, mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
+        least = self.units_s(mesh) if is_cut else 0.0
+        built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
+        free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
+        if is_cut:
             floor = fill(mesh, self.microbatches) * sum(self._unit_s[mesh].values())
-            free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
             solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
         else:
-            built = build_problem(step, self._alone(mesh))
-            free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
             solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
         return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
 
@@ -362,11 +360,16 @@ class Trials:
         """The best cut, each stage in one of the layouts that are known."""
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
         first, *others = (relaxed.layers(units, self.may_recompute) for relaxed in known)
-        problem = CutProblem(first, stages, count, capacity, in_flight_of(stages, count))
-        problem = replace(problem, others=tuple(others), mix_gain=MIX_GAIN)
-        once_s = tuple(relaxed.once_s / stages for relaxed in known)
-        problem = replace(
-            problem, pinned=pinned_stages(self.pins, self.skeletons), once_seconds=once_s, mix_gain=MIX_GAIN
+        problem = CutProblem(
+            first,
+            stages,
+            count,
+            capacity,
+            in_flight_of(stages, count),
+            pinned=pinned_stages(self.pins, self.skeletons),
+            others=tuple(others),
+            once_seconds=tuple(relaxed.once_s / stages for relaxed in known),
+            mix_gain=MIX_GAIN,
         )
         # where the relaxed layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)

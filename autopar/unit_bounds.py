@@ -14,7 +14,7 @@ once = 1 / (S + M - 1), a step of 1F1B takes at least (M - 1) * (slowest stage) 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,8 +120,8 @@ def _in_common(parts: Sequence[_Unit]) -> _Unit:
     for name, (node, options) in nodes.items():
         cost = _least_of([part.nodes[name][0].cost for part in parts])
         found.nodes[name] = Node(name, cost, node.row), options
-    for between in _common_edges(parts):
-        if between[0] in nodes and between[1] in nodes:
+    for between in first.edges:
+        if all(between in part.edges for part in others) and nodes.keys() >= set(between[:2]):
             found.edges[between] = _least_of([part.edges[between] for part in parts])
     return found
 
@@ -130,10 +130,6 @@ def _has(part: _Unit, name: str, options: Sequence[object]) -> bool:
     """Whether a unit has a node of that name, with the same strategies."""
     own = part.nodes.get(name)
     return own is not None and (own[1] is options or list(own[1]) == list(options))
-
-
-def _common_edges(parts: Sequence[_Unit]) -> Iterator[_Between]:
-    yield from (between for between in parts[0].edges if all(between in part.edges for part in parts))
 
 
 def _least_of(costs: list[Array]) -> Array:

@@ -61,7 +61,8 @@ def schedule_collectives(part: Part, context: Any = None) -> Part:
     if not any(node.target in collectives.STARTED or is_accumulation(node) for node in part.graph.graph.nodes):
         return part
     split = edit(part, _split)
-    order = _limited(_ordered(split, limits), late(split.graph.graph), limits)
+    last = late(split.graph.graph)
+    order = _limited(_ordered(split, last, limits), last, limits)
     check_order(split.graph.graph, order)
     return edit(split, lambda graph: _reorder(graph, order))
 
@@ -134,13 +135,13 @@ class _Times:
         return self.begins[block] if 0 <= block < len(self.begins) else self.begins[0] if block < 0 else float("inf")
 
 
-def _ordered(part: Part, limits: Overlap) -> list[fx.Node]:
+def _ordered(part: Part, last: set[fx.Node], limits: Overlap) -> list[fx.Node]:
     """The nodes by the time at which they are wanted, each after its operands; waits come when asked for."""
     graph = part.graph.graph
     if part.name in ("norm", "update"):  # it has no other work: all starts come as soon as the limits allow
         limits = replace(limits, blocks_ahead=len(graph.nodes))
     times = _Times(graph, limits, _ready_first(graph) if part.name in ("norm", "update") else list(graph.nodes))
-    first, last = early(graph), late(graph)
+    first = early(graph)
     _hoist_small(times, part)
     _delay_fillers(times, fillers(part, last), last | first)
     _place_sums(times, last)

@@ -113,6 +113,13 @@ _step_options = _options(
     *_STEP_OPTIONS,
     click.option("--pin", "pins", multiple=True, help=_PIN_HELP),
     click.option("--memory", help="Budget of one device, such as 60GiB; default: what the device has."),
+    click.option(
+        "--time-limit",
+        "time_limit_s",
+        metavar="SECONDS",
+        type=click.FloatRange(0, min_open=True),
+        help="Take the best plan found by then; the first found where that takes longer.",
+    ),
 )
 """MODEL, and what the command line says about the step, the cluster and the search."""
 
@@ -351,6 +358,7 @@ class Request:
     cluster: Cluster
     pins: Pins
     memory: int | None
+    time_limit_s: float | None
     plan: Plan | None = None
 
 
@@ -364,6 +372,7 @@ def _request(
     clip_norm: float | None,
     pins: tuple[str, ...],
     memory: str | None,
+    time_limit_s: float | None,
     plan_file: str | None = None,
 ) -> Request:
     from autopar.cluster import parse_cluster
@@ -378,6 +387,7 @@ def _request(
         parse_cluster(cluster),
         parse_pins(pins),
         None if memory is None else parse_bytes(memory),
+        time_limit_s,
         Plan.load(plan_file) if plan_file else None,
     )
     _require_consistent(request)
@@ -390,8 +400,9 @@ def _require_consistent(request: Request) -> None:
         return
     if str(request.plan.cluster) != str(request.cluster):
         raise PlanError(f"--cluster {request.cluster}: the plan is for {request.plan.cluster}; give that, or plan anew")
-    if request.pins != type(request.pins)() or request.memory is not None:
-        raise PlanError("--plan: the plan is fixed; --pin and --memory narrow a search, so leave them or --plan out")
+    if request.pins != type(request.pins)() or (request.memory, request.time_limit_s) != (None, None):
+        options = "--pin, --memory and --time-limit"
+        raise PlanError(f"--plan: the plan is fixed; {options} are for a search, so leave them or --plan out")
 
 
 def _load(request: Request) -> TrainStep | ForwardStep:
@@ -405,8 +416,8 @@ def _plans(request: Request, step: TrainStep | ForwardStep, count: int = 1) -> l
     with collected_seldom(), _progress("searching for a plan") as tell:
         from autopar import planning
 
-        pins, memory = request.pins, request.memory
-        return planning.best_plans(step, request.cluster, count, pin=pins, memory=memory, progress=tell)
+        limits = {"memory": request.memory, "time_limit_s": request.time_limit_s}
+        return planning.best_plans(step, request.cluster, count, pin=request.pins, progress=tell, **limits)
 
 
 def _alternatives(plan: Plan, target: str, model: str, **options: Any) -> list[Table]:

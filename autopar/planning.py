@@ -39,7 +39,7 @@ from autopar.skeletons import Skeletons
 from autopar.solve.build import require_wanted
 from autopar.stage_pins import cannot_cut
 from autopar.trials import Found, Trials
-from autopar.units import format_bytes, parse_bytes
+from autopar.units import format_bytes, format_seconds, parse_bytes
 
 CUT_GAP = 1e-2
 """A mesh whose bound is within this part of the best plan isn't solved: so much the search leaves open."""
@@ -66,13 +66,18 @@ def plan(
     *,
     pin: str | Sequence[str] | Pins | None = None,
     memory: str | float | None = None,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The cheapest plan of `step` on `cluster` within `pin` and `memory` (bytes of one device, or text: "60GiB").
 
+    After `time_limit_s` seconds of wall time nothing more is looked at: the plan is the best by then, its gap says what
+    that leaves open, and the same call may give another plan. Where none is found by then, it is the first one found.
+
     Raises `PlanError` for pins or sizes that don't fit together, `InfeasibleError` when no plan fits the memory.
     """
-    return best_plans(step, cluster, 1, pin=pin, memory=memory, progress=progress)[0]
+    found = best_plans(step, cluster, 1, pin=pin, memory=memory, time_limit_s=time_limit_s, progress=progress)
+    return found[0]
 
 
 @collected_seldom()
@@ -83,6 +88,7 @@ def best_plans(
     *,
     pin: str | Sequence[str] | Pins | None = None,
     memory: str | float | None = None,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> list[Plan]:
     """The cheapest plans of the `count` best pairs of a mesh and a number of microbatches, the best first.
@@ -91,10 +97,13 @@ def best_plans(
     """
     if count < 1:
         raise PlanError(f"best_plans: count is {count}; expected at least 1")
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise PlanError(f"time limit {time_limit_s}: expected seconds, more than 0")
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     capacity = parse_bytes(memory) if memory is not None else cluster.device.memory_bytes * (1 - MARGIN)
     started = time.perf_counter()
-    search = _Search(step, cluster, parse_pins(pin), float(capacity), progress or (lambda _: None), count)
+    deadline = math.inf if time_limit_s is None else started + time_limit_s
+    search = _Search(step, cluster, parse_pins(pin), float(capacity), progress or (lambda _: None), count, deadline)
     found = search.run()
     solved_s = time.perf_counter() - started - search.captured_s
     return [_as_plan(search, each, solved_s) for each in found]
@@ -166,6 +175,8 @@ class _Search:
     progress: Progress
     wanted: int = 1
     """How many plans, each of another mesh or number of microbatches."""
+    deadline: float = math.inf
+    """On `time.perf_counter`: after it no more is looked at than a plan takes."""
     rules: FoundRules = field(default_factory=FoundRules)
     trials: dict[int, Trials] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
@@ -189,14 +200,11 @@ class _Search:
             self._push(_Open(mesh, self.counts[0], trials.bounds.least_s(mesh)))
         while self.queue:
             _, _, each = heapq.heappop(self.queue)
-            if each.bound >= self._cutoff:
-                self._cut(each, "its bound is no better than the best plan")
+            reason = self._why_cut(each)
+            if reason:
+                self._cut(each, reason)
                 if not each.looks:
                     self._push_next(each)
-            elif each.is_no_better(self._worst_s):
-                self._cut(each, f"its layers put together take {each.guess / self._best_s:.3f} times the best plan")
-            elif each.relaxed is not None and each.mesh.num_stages > 1 and not each.relaxed.solution.choice:
-                self._cut(each, "its relaxed problem wasn't solved in time")
             elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
                 self._bound(each)
             elif each.relaxed is None:
@@ -209,13 +217,25 @@ class _Search:
             raise infeasible(self.trials.values(), self.progress)
         return self.found
 
+    def _why_cut(self, each: _Open) -> str:
+        """Why it isn't looked at any closer; empty where it is."""
+        if self.found and time.perf_counter() > self.deadline:
+            return "time ran out"
+        if each.bound >= self._cutoff:
+            return "its bound is no better than the best plan"
+        if each.is_no_better(self._worst_s):
+            return f"its layers put together take {each.guess / self._best_s:.3f} times the best plan"
+        if each.relaxed is not None and each.mesh.num_stages > 1 and not each.relaxed.solution.choice:
+            return "its relaxed problem wasn't solved in time"
+        return ""
+
     # -- a closer look -----------------------------------------------------------------------------------------
     def _push(self, each: _Open) -> None:
         heapq.heappush(self.queue, (each.promise, next(self.arrivals), each))
 
     def _bound(self, each: _Open) -> None:
         """By one more of `LOOKS`."""
-        self.progress(f"bounding {each.mesh}, {each.count} microbatches")
+        self._tell("bounding", each)
         if not each.looks:
             self._push_next(each)
         each.looks += 1
@@ -234,7 +254,7 @@ class _Search:
     def _relax(self, each: _Open) -> None:
         """The relaxed problem's solution, unless its bound tells first that what was guessed of another mesh is better:
         then that comes first, and this may have to be looked at again."""
-        self.progress(f"relaxing {each.mesh}, {each.count} microbatches")
+        self._tell("relaxing", each)
         trials = self._trials(each.count)
         cutoff = min([self._cutoff, *(other.guess for *_, other in self.queue if other.relaxed is not None)])
         relaxed = trials.relaxed(each.mesh, cutoff)
@@ -245,7 +265,7 @@ class _Search:
         self._push(each)
 
     def _plan(self, each: _Open, relaxed: Relaxed) -> None:
-        self.progress(f"solving {each.mesh}, {each.count} microbatches")
+        self._tell("solving", each)
         trials = self._trials(each.count)
         self._offer(trials.planned(each.mesh, relaxed), each, trials)
 
@@ -325,6 +345,15 @@ class _Search:
     def _cut(self, each: _Open, reason: str) -> None:
         self._note(each.mesh, each.count, each.bound, None, "cut", reason)
         self.bounds.append(each.bound)
+
+    def _tell(self, doing: str, each: _Open) -> None:
+        """What is done now, and what is known by now."""
+        text = f"{doing} {each.mesh}, {each.count} microbatches"
+        if self.found:
+            bound = min([self._best_s, each.bound, *self.bounds, *(other.bound for *_, other in self.queue)])
+            gap = 1 - bound / self._best_s
+            text += f"; best by now {format_seconds(self._best_s)} ({self.found[0].mesh}), gap {gap:.1%}"
+        self.progress(text)
 
     def _note(self, mesh: Mesh, count: int, step_s: float | None, peak: int | None, status: str, reason: str) -> None:
         self.candidates.append(Candidate(mesh, count, mesh.num_stages, step_s, peak, status, reason))

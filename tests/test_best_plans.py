@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 
@@ -53,3 +54,22 @@ def test_the_ranking_compares_with_the_first() -> None:
 def test_less_than_one_is_refused() -> None:
     with pytest.raises(PlanError, match="expected at least 1"):
         best_plans(step_of(NAME), "2xcpu", 0)
+
+
+def test_a_time_limit_ends_the_search_at_its_first_plan_and_the_bound_holds() -> None:
+    soon = plan(step_of(NAME, 2), "2xcpu", time_limit_s=1e-9)
+    best = found(3)[0].estimate.objective_s
+    assert {c.reason for c in soon.candidates if c.status == "cut"} == {"time ran out"}
+    assert soon.estimate.bound_s <= best <= soon.estimate.objective_s
+    assert soon.estimate.status == "feasible" and soon.estimate.gap > CUT_GAP
+
+
+def test_no_time_is_refused() -> None:
+    with pytest.raises(PlanError, match="expected seconds, more than 0"):
+        plan(step_of(NAME, 2), "2xcpu", time_limit_s=0)
+
+
+def test_progress_tells_the_best_plan_by_now_and_how_far_it_may_be_from_the_optimum() -> None:
+    told: list[str] = []
+    best_plans(step_of(NAME, 2), "2xcpu", 2, progress=told.append)
+    assert "gap" not in told[0] and re.search(r"best by now .*s \(pp=.*\), gap \d+\.\d%", told[-1])

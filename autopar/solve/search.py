@@ -171,9 +171,27 @@ def _relaxed(state: State, flow: Flow) -> Priced | None:
             if relaxed is None:
                 return None
             offer(flow.choice(relaxed.values))
-            return price(flow, relaxed.prices)
+            priced = price(flow, relaxed.prices)
+            if not state.is_enough(_safe(priced.bound - flow.model.loss)):
+                _offer_mixed(state, flow, relaxed.values)
+            return priced
     priced = ascend(flow, offer, lambda bound: state.is_enough(_safe(bound - flow.model.loss)))
     return None if _safe(priced.bound) > greatest(flow) * (1 + EXACT) else priced
+
+
+def _offer_mixed(state: State, flow: Flow, values: Array) -> None:
+    """Offers the best choice among those that the relaxation mixes: few, as a rule, and one of them often fits."""
+    try:
+        model = restricted(flow, values > EXACT)
+        reduce(model)
+    except NoChoiceError:
+        return
+    if _settled(state, model) is not None:
+        return
+    mixed = Flow.of(model)
+    relaxed = relax(mixed)
+    if relaxed is not None:
+        _integers(state, mixed, price(mixed, relaxed.prices), state.wanted)
 
 
 def _settled(state: State, model: Model) -> float | None:

@@ -47,8 +47,8 @@ LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
 """Effort for the layouts of pipelines, whose stages can't be cut as evenly as a bound assumes."""
 
 PRICES = (0.03, 0.1, 0.4, 1.6)
-"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth; the last is tried
-where nothing fits at the others."""
+"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth; tried one by one for as
+long as that helps."""
 
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
@@ -332,12 +332,12 @@ class Trials:
         if best.keeps_all or mesh.num_stages == 1:
             return best
         bytes_s, known = relaxed.solution.objective / (mesh.num_stages * capacity), [relaxed]
-        *usual, last = (part * bytes_s for part in PRICES)
-        known += [self._leaner(mesh, relaxed, price) for price in usual]
-        best = self._put_together(mesh, known, capacity)
-        if math.isfinite(best.seconds):
-            return best
-        return self._put_together(mesh, [*known, self._leaner(mesh, relaxed, last)], capacity)
+        for part in PRICES:
+            known.append(self._leaner(mesh, relaxed, part * bytes_s))
+            without, best = best, self._put_together(mesh, known, capacity)
+            if math.isfinite(best.seconds) and best.seconds >= without.seconds:
+                break
+        return best
 
     def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
         """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward

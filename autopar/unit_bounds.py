@@ -57,7 +57,7 @@ class UnitBounds:
     def seconds(self) -> dict[str, float]:
         """Of each unit of the model."""
         parts = self._parts()
-        alike: dict[tuple[str, int, bool], list[str]] = defaultdict(list)
+        alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
@@ -66,13 +66,13 @@ class UnitBounds:
             found |= dict.fromkeys(units, least)
         return {unit: found.get(like, 0.0) for unit, like in self.repeats.spread(self.units)}
 
-    def _kind(self, unit: str) -> tuple[str, int, bool]:
-        """Equal for the blocks of a run at the same place of its period, those of its first and last periods apart."""
+    def _kind(self, unit: str) -> tuple[str, int]:
+        """Equal for the blocks of a run at the same place of its period."""
         for run in self.repeats.runs:
             place = run.place(unit)
             if place is not None:
-                return run.path, place[1], 0 < place[0] < run.count - 1
-        return unit, -1, True
+                return run.path, place[1]
+        return unit, -1
 
     def _least(self, unit: _Unit) -> float:
         place = {name: index for index, name in enumerate(unit.nodes)}

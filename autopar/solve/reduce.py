@@ -24,6 +24,8 @@ from autopar.solve.problem import Array, Index, Mask
 ROUNDING = 1e-13
 BLOCK = 1 << 20
 FAR, FARTHER = 1e200, 2e200
+SMALL = 1 << 11
+"""Entries of a matrix whose differences are kept."""
 
 
 def reduce(model: Model) -> None:
@@ -250,6 +252,16 @@ def _replacements(model: Model, node: int) -> tuple[Mask, float]:
 def _least_difference(matrix: Array) -> Array:
     """[k, j] = min over columns of matrix[k] - matrix[j]; columns that k forbids don't count, those that only j
     forbids count as minus infinity."""
+    return _known_difference(matrix.shape, matrix.tobytes()) if matrix.size <= SMALL else _difference(matrix)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_difference(shape: tuple[int, ...], data: bytes) -> Array:
+    """Links that are alike, as those of layers are, are looked at once."""
+    return _difference(np.frombuffer(data).reshape(shape))
+
+
+def _difference(matrix: Array) -> Array:
     columns = matrix[:, classes(matrix.T)[0]]
     allowed = np.isfinite(columns)
     upper, lower = np.where(allowed, columns, FARTHER), np.where(allowed, columns, FAR)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Node
 
 from autopar import markers
@@ -93,11 +94,40 @@ class Bounds:
 
     def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
-        layers = tuple(Layer((Point(unit_s[unit]),)) for unit in self.units)
+        received, returned = self.transfers_s(mesh)
+        layers = tuple(Layer((Point(unit_s[unit]),), returned) for unit in self.units)
         stages, count = mesh.num_stages, self.microbatches
-        found = cut_layers(CutProblem(layers, stages, count, math.inf, in_flight_of(stages, count)))
+        problem = CutProblem(
+            layers, stages, count, math.inf, in_flight_of(stages, count), (0.0, *[received] * (stages - 1))
+        )
+        found = cut_layers(problem)
         assert found is not None
         return found.objective
+
+    def transfers_s(self, mesh: Mesh) -> tuple[float, float]:
+        """Seconds that a stage takes at least, in a microbatch, to get values from the stage before it, and gradients
+        from the one after it: wherever the cut is, all ranks of a stage sharing what crosses it."""
+        if mesh.num_stages == 1:
+            return 0.0, 0.0
+        ranks, transfer = math.prod(_sizes(mesh)), self.alone(mesh).transfer
+        forward, backward = (
+            min((sum(transfer(size / ranks) for size in crossing) for crossing in self._crossing(phase)), default=0.0)
+            for phase in PHASES
+        )
+        return forward, backward
+
+    def _crossing(self, phase: str) -> list[list[int]]:
+        """Bytes of each value that a unit makes for later ones, or in the backward gets from them, unit by unit."""
+        found: list[list[int]] = [[] for _ in self.whole.cut.units[:-1]]
+        units = self._units()
+        for node, made in units.items():
+            if node.meta["phase"] != phase or not isinstance(node.meta["val"], torch.Tensor):
+                continue
+            read = {units[user] for user in node.users if user in units and user.meta["phase"] == phase}
+            ahead = [made] if phase == "forward" and max(read, default=made) > made else []
+            for unit in ahead or [unit for unit in read if phase == "backward" and unit < made]:
+                found[unit].append(nbytes(node.meta["val"]))
+        return found
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """The same with what the ops that run once a step take."""

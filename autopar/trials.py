@@ -41,14 +41,14 @@ from autopar.solve.share import solve_repeated_first, solve_shared
 from autopar.solve.stages import CutProblem, cut_layers
 from autopar.stage_pins import pinned_stages
 from autopar.staging import Staged
-from autopar.unit_bounds import UnitBounds
+from autopar.unit_bounds import Least, UnitBounds
 
 LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
 """Effort for the layouts of pipelines, whose stages can't be cut as evenly as a bound assumes."""
 
-PRICES = (0.03, 0.1, 0.4, 1.6)
-"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth; tried one by one for as
-long as that helps."""
+PRICES = ((0.03, 0), (0.05, -1), (0.15, 0), (0.4, 0), (1.6, 0))
+"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth, on the stage where
+so many microbatches are in flight as on the first, or on the last; tried one by one for as long as that helps."""
 
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
@@ -123,7 +123,7 @@ class Trials:
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
     _bounds: Bounds | None = None
-    _unit_s: dict[Mesh, dict[str, float]] = field(default_factory=dict)
+    _least: dict[Mesh, Least] = field(default_factory=dict)
     """Of pipelines whose units are bounded: the least seconds of each."""
     _alone_built: dict[Mesh, BuiltProblem] = field(default_factory=dict)
     """The one-stage problems of the last of these that aren't relaxed yet."""
@@ -142,13 +142,14 @@ class Trials:
 
     def units_s(self, mesh: Mesh) -> float:
         """What no plan of a pipeline beats, each unit of the model taking what it takes at least by itself."""
-        if mesh not in self._unit_s:
+        steps = mesh.num_stages + self.microbatches - 1
+        if mesh not in self._least:
             built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
-            once = 1 / (mesh.num_stages + self.microbatches - 1)
-            self._unit_s[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).seconds()
+            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, 1 / steps).least()
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
-        return self.bounds.cut_s(mesh, self._unit_s[mesh])
+        least = self._least[mesh]
+        return self.bounds.cut_s(mesh, least.seconds) - steps * least.ends
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut.
@@ -159,7 +160,7 @@ class Trials:
         built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         if is_cut:
-            floor = fill(mesh, self.microbatches) * sum(self._unit_s[mesh].values())
+            floor = fill(mesh, self.microbatches) * sum(self._least[mesh].seconds.values())
             solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
         else:
             solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
@@ -332,18 +333,18 @@ class Trials:
         if best.keeps_all or mesh.num_stages == 1:
             return best
         bytes_s, known = relaxed.solution.objective / (mesh.num_stages * capacity), [relaxed]
-        for part in PRICES:
-            known.append(self._leaner(mesh, relaxed, part * bytes_s))
+        for part, stage in PRICES:
+            known.append(self._leaner(mesh, relaxed, part * bytes_s, stage))
             without, best = best, self._put_together(mesh, known, capacity)
             if math.isfinite(best.seconds) and best.seconds >= without.seconds:
                 break
         return best
 
-    def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float) -> Relaxed:
-        """The relaxed problem's solution where each byte that a stage holds costs `bytes_s` seconds, those of forward
-        values as often as stages hold them on average."""
+    def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float, stage: int) -> Relaxed:
+        """The relaxed problem's solution where each byte that stages hold costs `bytes_s` seconds, those of forward
+        values as often as `stage` holds them."""
         in_flight = in_flight_of(mesh.num_stages, self.microbatches)
-        usual = sum(in_flight) / len(in_flight) / in_flight[0]
+        usual = in_flight[stage] / in_flight[0]
         problem = replace(unlimited(relaxed.built.problem), objective=self._relaxed_objective(mesh))
         weights = [term.weight for term in problem.objective]
         nodes = []
@@ -359,13 +360,15 @@ class Trials:
     def _put_together(self, mesh: Mesh, known: Sequence[Relaxed], capacity: float) -> _Guess:
         """The best cut, each stage in one of the layouts that are known."""
         units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
-        first, *others = (relaxed.layers(units, self.may_recompute) for relaxed in known)
+        received, returned = self.bounds.transfers_s(mesh)
+        first, *others = (relaxed.layers(units, self.may_recompute, returned) for relaxed in known)
         problem = CutProblem(
             first,
             stages,
             count,
             capacity,
             in_flight_of(stages, count),
+            stage_seconds=(0.0, *[received] * (stages - 1)),
             pinned=pinned_stages(self.pins, self.skeletons),
             others=tuple(others),
             once_seconds=tuple(relaxed.once_s / stages for relaxed in known),

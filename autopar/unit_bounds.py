@@ -1,10 +1,14 @@
 """What each unit of a model takes at least on a mesh, all that it does in a step decided together.
 
-    seconds = UnitBounds(built, units, repeats, once=1 / (stages + microbatches - 1)).seconds()
+    least = UnitBounds(built, units, repeats, once=1 / (stages + microbatches - 1)).least()
 
 Each unit is a problem of its own: its nodes in the built one-stage problem, and the edges among them. What joins it to
 other units costs nothing, so that no plan's unit takes less. Units that are alike (the layers of a run) share what they
 have in common: one problem stands for all of them.
+
+Where a layer is followed by its like, it also brings its values onto the next, in the layouts that both have. Let v be
+what a layer takes at least, and w with that. A stage with k of them, which decide as one, takes at least
+k * w - (w - v): its cost is k times the least of (layer + r * onto the next) with r = 1 - 1/k, which is concave in r.
 
 What a unit does once a step counts `once` times among the seconds of a microbatch. With S stages, M microbatches and
 once = 1 / (S + M - 1), a step of 1F1B takes at least (M - 1) * (slowest stage) + (sum over stages) of these seconds:
@@ -46,6 +50,16 @@ class _Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Least:
+    """Seconds that no plan's stage takes less than: those of its units, without `ends`."""
+
+    seconds: dict[str, float]
+    """Of each unit of the model."""
+    ends: float
+    """What a stage saves, where the last of its layers of a run doesn't bring values onto the next one there."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnitBounds:
     """Of a one-stage problem; `units`: those traced, of which each stands for some."""
 
@@ -53,18 +67,32 @@ class UnitBounds:
     units: tuple[str, ...]
     repeats: Repeats
     once: float
+    byte_s: float = 0.0
+    """What each byte costs that a unit holds on the pipeline's first stage, in seconds of a microbatch."""
 
-    def seconds(self) -> dict[str, float]:
-        """Of each unit of the model."""
+    def least(self) -> Least:
+        """Of the units of the model, and of a stage."""
         parts = self._parts()
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
+        ends = 0.0
         for units in alike.values():
             least = self._least(_in_common([parts[unit] for unit in units]))
             found |= dict.fromkeys(units, least)
-        return {unit: found.get(like, 0.0) for unit, like in self.repeats.spread(self.units)}
+            repeated = [self._repeated(unit, parts[unit], least) for unit in units if self._follows_itself(unit)]
+            found |= dict(repeated)
+            ends += max((seconds - least for _, seconds in repeated), default=0.0)
+        return Least({unit: found.get(like, 0.0) for unit, like in self.repeats.spread(self.units)}, ends)
+
+    def _follows_itself(self, unit: str) -> bool:
+        """Whether a unit stands for several, one after another."""
+        run = next((run for run in self.repeats.runs if run.place(unit) is not None), None)
+        return run is not None and run.period == 1 and self.repeats.times(unit) > 1
+
+    def _repeated(self, unit: str, part: _Unit, least: float) -> tuple[str, float]:
+        return unit, max(least, self._least(part))
 
     def _kind(self, unit: str) -> tuple[str, int]:
         """Equal for the blocks of a run at the same place of its period."""
@@ -91,7 +119,8 @@ class UnitBounds:
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
             names.append((unit, name))
-            own = Node(name, priced.cost / self.repeats.times(unit), priced.row)
+            held = self.byte_s * priced.memory.get(0, 0.0) / (self.once if priced.row else 1.0)
+            own = Node(name, (priced.cost + held) / self.repeats.times(unit), priced.row)
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
         for edge in built.problem.edges:

@@ -235,8 +235,7 @@ class _Builder:
         for node in self.step.graph.nodes:
             if node in wanted and node.target is not operator.getitem:
                 self._add_node(node)
-        for node in self.graph_nodes:
-            self._add_operand_edges(node)
+        self._add_edges()
         return abstract.Problem(self._weighed_nodes(), tuple(self.edges), (), self._objective())
 
     def build(self) -> BuiltProblem:
@@ -250,13 +249,7 @@ class _Builder:
             if node.op != "output" and node.target is not operator.getitem:
                 self._add_node(node)
         self._add_memory()
-        for node in self.graph_nodes:
-            self._add_operand_edges(node)
-        self._add_shared_gathers()
-        self._add_twins()
-        for source, result in self.step.state_pairs:
-            times = self._times(source)
-            self._add_edge(result, self._result(result), source, self._result(source), self._row(result), times)
+        self._add_edges()
         return BuiltProblem(
             abstract.Problem(self._weighed_nodes(), tuple(self.edges), self._limits(), self._objective()),
             tuple(self.nodes),
@@ -325,6 +318,16 @@ class _Builder:
         return int(node.meta["stage"]) + (0 if node.meta["level"] == "microbatch" else stages)
 
     # -- edges -------------------------------------------------------------------------------------------------
+    def _add_edges(self) -> None:
+        for node in self.graph_nodes:
+            self._add_operand_edges(node)
+        self._add_shared_gathers()
+        self._add_twins()
+        for source, result in self.step.state_pairs:
+            if {source, producer(result)[0]} <= self.index.keys():
+                times = self._times(source)
+                self._add_edge(result, self._result(result), source, self._result(source), self._row(result), times)
+
     def _result(self, node: Node) -> tuple[list[Layout], np.ndarray]:
         """Distinct layouts of a value, and which of them each strategy of its producer leaves."""
         maker, item = producer(node)
@@ -448,7 +451,7 @@ class _Builder:
             if self.modes is None or not is_forward(node) or not self._in_mode(node, Mode.AGAIN).any():
                 continue
             shared = self._backward_relay(node)
-            if shared is None:
+            if shared is None or shared not in self.index:
                 continue
             (here, which_here), (there, which_there) = self._result(node), self._result(shared)
             width = node.meta["val"].element_size()
@@ -476,7 +479,7 @@ class _Builder:
         """What is reused has the layout in which the forward's relay left it."""
         for node in self.graph_nodes:
             reused, twin = self._is_reused(node) > 0, forward_twin(node)
-            if twin is None or not reused.any():
+            if twin is None or twin not in self.index or not reused.any():
                 continue
             (here, which_here), (there, which_there) = self._result(node), self._result(twin)
             same = np.array([[a == b for b in here] for a in there])[which_there][:, which_here]

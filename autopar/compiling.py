@@ -25,11 +25,13 @@ from autopar.garbage import collected_seldom
 from autopar.joint import StepGraph, join
 from autopar.key_globs import matches_any
 from autopar.layers import Cut, units_of
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.plans import Plan, ValidFor, require_valid_for, stage_of
+from autopar.program.generators import make_schedule
+from autopar.program.interleaved import interleaved
 from autopar.program.parts import Pipeline
 from autopar.program.program import Program
-from autopar.program.schedule import check_no_deadlock, make_schedule
+from autopar.program.schedule import check_no_deadlock
 from autopar.reshard import Price, Resharder
 from autopar.rules.annotate import annotate_factors
 from autopar.rules.choices import Choice, parse_choice
@@ -112,9 +114,9 @@ def lower(
     ahead = Overlap(gathered_bytes=most_ahead(capacity))
     context = Context(mesh, microbatches, choices, step.state_pairs, Resharder(mesh, price), again, ahead)
     pipeline = passes.lower(step.graph, context)
-    actions = make_schedule(schedule, mesh.num_stages, microbatches)
+    actions = make_schedule(schedule, mesh.size(PIPELINE_AXIS), microbatches, mesh.virtual)
     check_no_deadlock(actions, pipeline.transfers)
-    return replace(pipeline, schedule=actions)
+    return interleaved(replace(pipeline, schedule=actions))
 
 
 def keys_again(step: StepGraph, recomputed: tuple[str, ...]) -> frozenset[str]:

@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.program.actions import Action
+from autopar.program.actions import Action, Schedule
 from autopar.program.allocations import CLASSES
+from autopar.program.generators import make_schedule, steady_after
 from autopar.program.memory import MemoryProfile, Region, greatest, stage_peaks
 from autopar.program.parts import Pipeline
-from autopar.program.schedule import Schedule, make_schedule, steady_after
 from autopar.program.traffic import Traffic, traffic
 from autopar.skeletons import Likeness
 
@@ -54,8 +54,7 @@ def places(name: str, num_stages: int, microbatches: int, likeness: Likeness) ->
 
     They go on for as long as something new may come of it (`steady_after`).
     """
-    microbatches = int(min(microbatches, steady_after(name, num_stages)))
-    whole = make_schedule(name, num_stages, microbatches)
+    whole = make_schedule(name, num_stages, steady_after(name, num_stages, microbatches))
     for stage, like in enumerate(likeness.like):
         near = (min(max(stage + other - like, 0), num_stages - 1) for other in range(len(likeness.kept)))
         yield Place(like, tuple(_numbered(whole[there], number) for number, there in enumerate(near)))

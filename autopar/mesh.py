@@ -1,10 +1,12 @@
 """A mesh: named axes over ranks, outermost first.
 
     Mesh.parse("pp=2 dp=2 tp=4")        # 16 ranks; rank = (pp * 2 + dp) * 4 + tp
+    Mesh.parse("pp=2 dp=2 virtual=3")   # 4 ranks, 6 pipeline stages: 0, 2 and 4 at pp=0
 
 Invariants:
 - ranks are numbered row-major over the axes, the last axis varying fastest;
-- `pp` numbers pipeline stages and splits no tensor; every other axis is an SPMD axis.
+- `pp` numbers the ranks of a pipeline and splits no tensor; every other axis is an SPMD axis;
+- stage s is at pp = s mod the size of `pp`: each has one stage, or several *virtual* ones (Narayanan et al., SC'21).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 
 PIPELINE_AXIS = "pp"
+VIRTUAL = "virtual"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class Mesh:
     """Axis names with their sizes, outermost first."""
 
     axes: tuple[tuple[str, int], ...]
+    virtual: int = 1
+    """Pipeline stages of each rank."""
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -34,10 +39,11 @@ class Mesh:
         names = [name for name, _ in pairs]
         if not all(names) or len(set(names)) < len(names) or any(size < 1 for _, size in pairs):
             raise PlanError(f"mesh {text!r}: expected distinct axes with sizes of at least 1, such as 'dp=2 tp=4'")
-        return cls(pairs)
+        return cls(tuple(pair for pair in pairs if pair[0] != VIRTUAL), dict(pairs).get(VIRTUAL, 1))
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={size}" for name, size in self.axes)
+        words = [f"{name}={size}" for name, size in self.axes]
+        return " ".join([*words, f"{VIRTUAL}={self.virtual}"] if self.virtual > 1 else words)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,16 +55,20 @@ class Mesh:
 
     @property
     def num_stages(self) -> int:
-        return self.size(PIPELINE_AXIS)
+        return self.size(PIPELINE_AXIS) * self.virtual
+
+    def stages_at(self, coordinate: int) -> tuple[int, ...]:
+        """The pipeline stages of the ranks at a coordinate of `pp`."""
+        return tuple(range(coordinate, self.num_stages, self.size(PIPELINE_AXIS)))
 
     @property
     def spmd(self) -> Mesh:
         """The mesh of one pipeline stage."""
         kept = tuple(pair for pair in self.axes if pair[0] != PIPELINE_AXIS)
-        return self if len(kept) == len(self.axes) else Mesh(kept)
+        return self if len(kept) == len(self.axes) and self.virtual == 1 else Mesh(kept)
 
     def with_stages(self, count: int) -> Mesh:
-        """The same with `count` pipeline stages, where it has any."""
+        """The same with `count` pipeline stages, one a rank, where it has any."""
         return Mesh(tuple((name, count if name == PIPELINE_AXIS else size) for name, size in self.axes))
 
     def size(self, axis: str) -> int:

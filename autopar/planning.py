@@ -28,7 +28,7 @@ from autopar.cluster.cluster import Cluster
 from autopar.compiling import valid_for
 from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.pins import Pins, matches_module, parse_pins
 from autopar.plans import Candidate, Plan
 from autopar.relaxed import Relaxed, fill
@@ -379,7 +379,7 @@ def _as_plan(search: _Search, found: Found, solved_s: float) -> Plan:
         mesh=found.mesh,
         microbatches=found.microbatches,
         schedule=found.schedule,
-        stages=spans(found.cut),
+        stages=spans(found.cut, found.mesh.size(PIPELINE_AXIS)),
         node_stage=dict(zip(found.cut.units, found.cut.stages, strict=True)),
         choices=found.texts,
         recomputed=found.recomputed,

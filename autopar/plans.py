@@ -9,7 +9,8 @@ Choices are keyed by node key (`"layers.0.mlp.up/linear/forward#0"` → `"dp=b t
 Invariants:
 - `Plan.from_json(plan.to_json()) == plan`, and the text is a function of the plan alone;
 - a plan holds no code; compiling with it is deterministic;
-- the mesh uses every device of the cluster and has one `StageSpan` per pipeline stage;
+- the mesh uses every device of the cluster and has one `StageSpan` per pipeline stage: how many stages a pipeline rank
+  has follows from their number;
 - `gap` is (objective − bound) / objective, and each memory row sums to its peak.
 """
 
@@ -30,6 +31,7 @@ from autopar.boundary import parse_json
 from autopar.cluster.cluster import FORBID_UNKNOWN_FIELDS, Cluster
 from autopar.errors import PlanError, RuleError
 from autopar.mesh import PIPELINE_AXIS, Mesh
+from autopar.program.generators import INTERLEAVED
 from autopar.rules.notation import read_rule
 
 FORMAT_VERSION = 2
@@ -62,6 +64,8 @@ class StageSpan:
     last: str
     modules: str
     kind: int = 0
+    rank: int = 0
+    """Its place along the axis of the pipeline."""
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS
 
@@ -200,7 +204,7 @@ class Plan:
     mesh: Mesh
     microbatches: int
     schedule: str
-    """Name of the pipeline schedule: a key of `autopar.program.schedule.SCHEDULES`."""
+    """Name of the pipeline schedule: see `autopar.program.generators`."""
     stages: tuple[StageSpan, ...]
     node_stage: dict[str, int] = field(hash=False)
     """Module path prefix → stage; the longest prefix of a node's path decides (`stage_of`)."""
@@ -224,7 +228,11 @@ class Plan:
             got, expected = self.mesh.num_ranks, self.cluster.num_devices
             raise PlanError(f"plan: mesh {self.mesh} has {got} ranks, but {self.cluster} has {expected} devices")
         if len(self.stages) != self.mesh.num_stages:
-            raise PlanError(f"plan: {len(self.stages)} stages, but the mesh has {PIPELINE_AXIS}={self.mesh.num_stages}")
+            size = self.mesh.size(PIPELINE_AXIS)
+            raise PlanError(f"plan: {len(self.stages)} stages, but the mesh has {PIPELINE_AXIS}={size}")
+        if (self.schedule == INTERLEAVED) != (self.mesh.virtual > 1):
+            where = f"{len(self.stages)} stages on {PIPELINE_AXIS}={self.mesh.size(PIPELINE_AXIS)}"
+            raise PlanError(f"plan: schedule {self.schedule!r}, but {where}; {INTERLEAVED!r} is for several a rank")
         if self.microbatches < 1:
             raise PlanError(f"plan: microbatches is {self.microbatches}; expected at least 1")
         wrong = {path: stage for path, stage in self.node_stage.items() if not 0 <= stage < len(self.stages)}
@@ -373,9 +381,16 @@ def _decode(data: dict[str, Any]) -> dict[str, Any]:
     rows = data.get("candidates")
     candidates = [_decode(row) if isinstance(row, dict) else row for row in rows] if isinstance(rows, list) else rows
     mesh = data.get("mesh")
-    decoded = {"axes": list(mesh.items())} if isinstance(mesh, dict) else mesh
+    decoded = _decode_mesh(mesh, data.get("stages")) if isinstance(mesh, dict) else mesh
     changed = {"mesh": decoded, "candidates": candidates}
     return {name: changed.get(name, value) for name, value in data.items()}
+
+
+def _decode_mesh(mesh: dict[str, Any], stages: Any) -> dict[str, Any]:
+    """A mesh as its fields; `stages` are those of a plan, or their number."""
+    count, ranks = len(stages) if isinstance(stages, list) else stages, mesh.get(PIPELINE_AXIS, 1)
+    is_whole = isinstance(count, int) and isinstance(ranks, int) and 1 < ranks <= count and count % ranks == 0
+    return {"axes": list(mesh.items()), "virtual": count // ranks if is_whole else 1}
 
 
 def _format(value: Any, indent: str, expand: int) -> str:

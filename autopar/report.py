@@ -15,7 +15,8 @@ from autopar.key_globs import class_of
 from autopar.layers import Cut
 from autopar.mesh import Mesh
 from autopar.plans import CollectiveRow, Estimate, MemoryRow, ModuleRow, OverlapRow, StageSpan, relative_gap
-from autopar.program.schedule import bubble_fraction, chain_transfers, make_schedule
+from autopar.program.generators import make_schedule
+from autopar.program.schedule import bubble_fraction, chain_transfers
 from autopar.program.traffic import Traffic
 from autopar.solve import spent
 from autopar.solve.overlapped import Overlapped, overlapped
@@ -23,14 +24,16 @@ from autopar.solve.problem import evaluate
 from autopar.trials import Found
 
 
-def spans(cut: Cut) -> tuple[StageSpan, ...]:
-    """First and last unit of each stage, and its kind."""
+def spans(cut: Cut, num_ranks: int) -> tuple[StageSpan, ...]:
+    """First and last unit of each stage, its kind, and which of the pipeline's ranks has it."""
     by_stage: dict[int, list[str]] = defaultdict(list)
     for unit, stage in zip(cut.units, cut.stages, strict=True):
         by_stage[stage].append(unit)
     kinds = cut.kinds or (0,) * cut.num_stages
-    rows = zip(kinds, (units for _, units in sorted(by_stage.items())), strict=True)
-    return tuple(StageSpan(units[0], units[-1], ", ".join(units), kind) for kind, units in rows)
+    rows = zip(kinds, sorted(by_stage.items()), strict=True)
+    return tuple(
+        StageSpan(units[0], units[-1], ", ".join(units), kind, stage % num_ranks) for kind, (stage, units) in rows
+    )
 
 
 def estimate(

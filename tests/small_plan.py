@@ -21,7 +21,7 @@ def small_plan(mesh: str, cluster: str, step_s: float = 0.02, up: str = "dp=b") 
         mesh=parsed,
         microbatches=2,
         schedule="1f1b",
-        stages=tuple(StageSpan(f"layers.{i}", f"layers.{i}", f"layers.{i}") for i in stages),
+        stages=tuple(StageSpan(f"layers.{i}", f"layers.{i}", f"layers.{i}", rank=i) for i in stages),
         node_stage={f"layers.{i}": min(i, stages[-1]) for i in LAYERS},
         choices=choices | {f"param:layers.{i}.up.weight": "dp=d0.1" for i in LAYERS},
         recomputed=("layers.1.*",),

@@ -53,7 +53,10 @@ PLAN = Plan(
     mesh=Mesh.parse("pp=2 dp=1 tp=2"),
     microbatches=4,
     schedule="1f1b",
-    stages=(StageSpan("embed", "layers.1", "embed, layers.0-1"), StageSpan("layers.2", "head", "layers.2-3, head")),
+    stages=(
+        StageSpan("embed", "layers.1", "embed, layers.0-1"),
+        StageSpan("layers.2", "head", "layers.2-3, head", rank=1),
+    ),
     node_stage={"": 0, "layers.2": 1, "layers.10": 1, "head": 1},
     choices={
         "layers.10.up/linear/forward#0": "dp=b tp=o",
@@ -94,7 +97,7 @@ def test_text_is_for_people():
         '    "layers.10.up/linear/forward#0": "dp=b tp=o"',
         "  },",
     ]
-    assert '    {"first": "embed", "last": "layers.1", "modules": "embed, layers.0-1", "kind": 0},' in lines
+    assert '    {"first": "embed", "last": "layers.1", "modules": "embed, layers.0-1", "kind": 0, "rank": 0},' in lines
     assert any(line.startswith('      {"stage": 0, "ranks": "all", "parameters": 10,') for line in lines)
     candidate = next(line for line in lines if "infeasible" in line)
     assert candidate.startswith(

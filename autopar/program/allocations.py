@@ -21,7 +21,7 @@ from torch import fx
 from autopar.layers import block_of
 from autopar.mesh import Mesh
 from autopar.program.accumulation import accumulations
-from autopar.program.parts import Part, Slot, Value
+from autopar.program.parts import Part, Slot, Value, phase_of
 from autopar.program.storages import (
     Lifetimes,
     Origin,
@@ -205,7 +205,7 @@ _BUFFERS: dict[str, Callable[[int, int, bool], int]] = {
 def _classes(part: Part) -> dict[fx.Node, str]:
     """What each node's own storage counts as."""
     graph = part.graph.graph
-    is_update = part.name in ("norm", "update")
+    is_update = phase_of(part.name) in ("norm", "update")
     default = "optimizer" if is_update else "activations"
     classes = dict.fromkeys(graph.nodes, default)
     from_parameters: set[fx.Node] = set()

@@ -125,7 +125,9 @@ def _attribute(module: Any, path: str) -> Tensor:
 def _module(stage: StageProgram, mesh: Mesh, texts: list[str], speller: Speller) -> str:
     """The module's text: heading, names bound once, `bind`."""
     where = f"mesh {mesh}" if mesh.axes else "one rank"
-    title = f"Stage {stage.index} of {mesh.num_stages} on {where}: {', '.join(stage.parts)}."
+    own = mesh.stages_at(stage.index)
+    stages = f"Stage {stage.index}" if len(own) == 1 else f"Stages {', '.join(map(str, own))}"
+    title = f"{stages} of {mesh.num_stages} on {where}: {', '.join(stage.parts)}."
     heading = f'"""{title} Sizes in layouts are global."""\n'
     imports = sorted({"torch", *(_module_of(expression) for expression in speller.bindings.values())})
     names = [f"{name} = {expression}" for name, expression in sorted(speller.bindings.items())]

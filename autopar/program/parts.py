@@ -23,6 +23,9 @@ Invariants:
 - a part's graph is a flat FX graph of local tensors: placeholders in the order of `inputs`, one output tuple in the
   order of `outputs`;
 - every slot of a stage has one `Value` (dtype and layout over the stage's SPMD mesh).
+
+Where a rank has several stages, `interleaved` makes one of these programs of them: what is said of a stage here then
+holds for all the stages of a rank together, whose parts are told apart by name (`forward_2`).
 """
 
 from __future__ import annotations
@@ -62,6 +65,16 @@ class Value:
     layout: Layout
 
 
+def part_name(phase: str, stage: int, mesh: Mesh) -> str:
+    """What a stage's part is called in the program of its rank: `forward`, or of several stages `forward_2`."""
+    return f"{phase}_{stage}" if mesh.virtual > 1 else phase
+
+
+def phase_of(part: str) -> str:
+    """`forward` of `forward_2`."""
+    return part.rstrip("0123456789").removesuffix("_")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One function of a stage, as a graph from input slots to output slots."""
@@ -85,7 +98,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """All parts of one pipeline stage; every rank of the stage runs the same."""
+    """All parts of one pipeline stage, or of the stages of one pipeline rank; all that are at `pp` = `index` run it."""
 
     index: int
     parts: dict[str, Part]
@@ -103,4 +116,4 @@ class Pipeline:
     stages: tuple[StageProgram, ...]
     transfers: tuple[Transfer, ...]
     schedule: tuple[tuple[str, ...], ...] = field(default=())
-    """Per stage, the actions of a step in order: `("0F0", "0F1", "0B0", …)`."""
+    """Per pipeline rank, the actions of a step in order: `("0F0", "0F1", "0B0", …)`."""

@@ -65,10 +65,11 @@ class Program:
         return self._recipe.to_dict()
 
     def source(self, stage: int = 0) -> str:
-        """The Python module of a stage; raises `PlanError` when there is no such stage."""
-        if not 0 <= stage < len(self.codes):
-            raise PlanError(f"stage {stage}: the program has stages 0 to {len(self.codes) - 1}")
-        return self.codes[stage].source
+        """The Python module of a stage (of several a rank, of its rank's); raises `PlanError` where there is no such
+        stage."""
+        if not 0 <= stage < self.pipeline.mesh.num_stages:
+            raise PlanError(f"stage {stage}: the program has stages 0 to {self.pipeline.mesh.num_stages - 1}")
+        return self.codes[stage % len(self.codes)].source
 
     def save(self, directory: str | Path, extra: Mapping[str, str] | None = None) -> None:
         """Writes the program's directory, whole or not at all; `extra` are further files by name."""
@@ -121,7 +122,7 @@ class LoadedProgram:
 
     def source(self, stage: int = 0) -> str:
         """The Python module of a stage."""
-        return self.saved.codes[stage].source
+        return self.saved.codes[stage % len(self.saved.codes)].source
 
     def start(self, seed: int = 0, device: Any = None, deterministic: bool = False) -> Trainer:
         """This rank's trainer; raises `PlanError` when the directory doesn't say where the weights come from."""

@@ -35,7 +35,7 @@ from torch import Tensor, fx
 from autopar.boundary import parse_json
 from autopar.errors import PlanError
 from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.actions import format_schedule, parse_schedule
 from autopar.program.codegen import Bound, Signature, StageCode, stage_code
 from autopar.program.function_source import DTYPE_NAMES, dtype_name
@@ -346,8 +346,9 @@ def _slots(texts: tuple[str, ...]) -> tuple[Slot, ...]:
 def _pipeline(document: _Document, codes: Sequence[StageCode], folder: Path) -> Pipeline:
     """The pipeline with empty graphs, checked against itself."""
     mesh = Mesh.parse(document.mesh)
-    if [stage.index for stage in document.stages] != list(range(mesh.num_stages)):
-        raise PlanError(f"{folder / PROGRAM}: {len(document.stages)} stages on mesh {mesh}, expected {mesh.num_stages}")
+    expected = mesh.size(PIPELINE_AXIS)
+    if [stage.index for stage in document.stages] != list(range(expected)):
+        raise PlanError(f"{folder / PROGRAM}: {len(document.stages)} stages on mesh {mesh}, expected {expected}")
     stages = tuple(StageProgram(code.index, _parts(code, folder), dict(code.values)) for code in codes)
     transfers = tuple(Transfer(Slot.parse(t.slot), t.source, t.target, t.part) for t in document.transfers)
     for transfer in transfers:

@@ -1,6 +1,6 @@
-"""Pipeline schedules: published ones as generators of actions, the check that one can't deadlock, and its bubble.
+"""Pipeline schedules (see `generators`): the check that one can't deadlock, what it holds, and its bubble.
 
-    schedule = one_f_one_b(2, 4)            # (("0F0", "0F1", "0B0", …), ("1F0", "1B0", …))
+    schedule = make_schedule("1f1b", 2, 4)  # (("0F0", "0F1", "0B0", …), ("1F0", "1B0", …))
     check_no_deadlock(schedule, transfers)  # PlanError naming the actions that wait for each other
     bubble_fraction(schedule, {"F": 1, "B": 2})
 
@@ -10,113 +10,18 @@ step-level parts by name, `update`, `end`. A value is sent when the event that m
 order of the sends. So nobody waits but at an event that takes a value that isn't made yet.
 
 Invariants:
-- every generator's result passes the check with the transfers of a chain of stages.
+- every generated schedule passes the check with the transfers of a chain of stages.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.program.actions import Action, Row, Schedule, format_schedule, parse_rows, parse_schedule
+from autopar.program.actions import Action, Schedule, parse_rows
 from autopar.program.parts import Slot, Transfer
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Schedule",
-    "Timeline",
-    "bubble_fraction",
-    "chain_transfers",
-    "check_no_deadlock",
-    "format_schedule",
-    "forward_only",
-    "gpipe",
-    "in_flight",
-    "is_step_level",
-    "make_schedule",
-    "one_f_one_b",
-    "parse_schedule",
-    "receiving_event",
-    "simulate",
-    "steady_after",
-    "zero_bubble_h1",
-]
-
-
-# -- generators ----------------------------------------------------------------------------------------------------
-def one_f_one_b(num_stages: int, microbatches: int) -> Schedule:
-    """1F1B (Narayanan et al., PipeDream-Flush, 2021): stage i runs p − i forwards ahead, then alternates."""
-
-    def row(stage: int) -> Row:
-        ahead = min(num_stages - stage, microbatches)
-        texts = [f"{stage}F{i}" for i in range(ahead)]
-        for i in range(microbatches):
-            texts.append(f"{stage}B{i}")
-            texts += [f"{stage}F{i + ahead}"] if i + ahead < microbatches else []
-        return tuple(texts)
-
-    return tuple(row(stage) for stage in range(num_stages))
-
-
-def gpipe(num_stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al., GPipe, 2019)."""
-    return tuple(
-        tuple(f"{stage}{kind}{i}" for kind in "FB" for i in range(microbatches)) for stage in range(num_stages)
-    )
-
-
-def zero_bubble_h1(num_stages: int, microbatches: int) -> Schedule:
-    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2024): 1F1B whose stage i delays weight gradients by i.
-
-    So no stage holds more than p microbatches, and weight gradients fill the end of the step.
-    """
-
-    def row(stage: int) -> Row:
-        ahead = min(num_stages - stage, microbatches)
-        texts = [f"{stage}F{i}" for i in range(ahead)]
-        for i in range(microbatches):
-            texts.append(f"{stage}I{i}")
-            texts += [f"{stage}W{i - stage}"] if i >= stage else []
-            texts += [f"{stage}F{i + ahead}"] if i + ahead < microbatches else []
-        texts += [f"{stage}W{i}" for i in range(max(0, microbatches - stage), microbatches)]
-        return tuple(texts)
-
-    return tuple(row(stage) for stage in range(num_stages))
-
-
-def forward_only(num_stages: int, microbatches: int) -> Schedule:
-    """Inference: the microbatches one after the other."""
-    return tuple(tuple(f"{stage}F{i}" for i in range(microbatches)) for stage in range(num_stages))
-
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "1f1b": one_f_one_b,
-    "gpipe": gpipe,
-    "zb-h1": zero_bubble_h1,
-    "forward": forward_only,
-}
-"""Schedules by the name that a plan holds."""
-
-
-def steady_after(name: str, num_stages: int) -> float:
-    """The number of microbatches beyond which a schedule only repeats what its stages do and hold in between.
-
-    1F1B has filled its pipeline and begun to alternate; the others hold more with each microbatch.
-    """
-    return num_stages + 4 if name == "1f1b" else math.inf
-
-
-def make_schedule(name: str, num_stages: int, microbatches: int) -> Schedule:
-    """The schedule called `name`; raises `PlanError` for an unknown name or counts below 1."""
-    if name not in SCHEDULES:
-        raise PlanError(f"schedule {name!r}: unknown; expected one of {', '.join(SCHEDULES)}")
-    if num_stages < 1 or microbatches < 1:
-        raise PlanError(f"schedule {name!r}: {num_stages} stages and {microbatches} microbatches; expected at least 1")
-    return SCHEDULES[name](num_stages, microbatches)
 
 
 def in_flight(stage: int, actions: Sequence[str]) -> int:

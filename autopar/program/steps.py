@@ -20,8 +20,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
+from autopar.mesh import Mesh
 from autopar.program.actions import PART_OF_KIND, Action
-from autopar.program.parts import Pipeline, Slot, StageProgram, Transfer
+from autopar.program.parts import Pipeline, Slot, StageProgram, Transfer, part_name, phase_of
 
 MICROBATCH_PARTS = frozenset(PART_OF_KIND.values())
 PER_MICROBATCH = frozenset({"batch", "random", "saved", "output"})
@@ -112,9 +113,10 @@ def run_order(pipeline: Pipeline, plans: tuple[StepPlan, ...]) -> list[tuple[int
 
 
 def microbatch_schedule(pipeline: Pipeline, stage: StageProgram) -> tuple[str, ...]:
-    """The stage's actions; where the pipeline has no schedule, all forwards and then all backwards."""
+    """The actions of the stage's rank; where the pipeline has no schedule, all forwards and then all backwards."""
     if pipeline.schedule:
         return pipeline.schedule[stage.index]
+    assert pipeline.mesh.virtual == 1, "ranks with several stages have a schedule"
     letters = "FB" if {"backward", "input_grad"} & set(stage.parts) else "F"
     return tuple(f"{stage.index}{letter}{m}" for letter in letters for m in range(pipeline.microbatches))
 
@@ -140,20 +142,22 @@ def without_zeros(plan: StepPlan, optional: Mapping[str, Collection[Slot]]) -> S
 # -- one stage ---------------------------------------------------------------------------------------------------
 def _actions(pipeline: Pipeline, stage: StageProgram) -> Iterator[tuple[str, int | None]]:
     """(part, microbatch) in order."""
-    yield "prologue", None
+    mesh = pipeline.mesh
+    yield from ((part_name("prologue", number, mesh), None) for number in mesh.stages_at(stage.index))
     for text in microbatch_schedule(pipeline, stage):
         action = Action.parse(text)
-        for part in _parts_of(action, stage):
+        for part in _parts_of(action, stage, mesh):
             yield part, action.microbatch
-    yield from ((part, None) for part in stage.parts if part != "prologue" and part not in MICROBATCH_PARTS)
+    yield from ((part, None) for part in stage.parts if phase_of(part) not in ("prologue", *MICROBATCH_PARTS))
 
 
-def _parts_of(action: Action, stage: StageProgram) -> tuple[str, ...]:
+def _parts_of(action: Action, stage: StageProgram, mesh: Mesh) -> tuple[str, ...]:
     """What the action runs: a whole backward is its two parts where the stage has only these."""
-    is_split = action.part == "backward" and "backward" not in stage.parts
-    parts = ("input_grad", "weight_grad") if is_split else (action.part,)
+    is_split = action.part == "backward" and part_name("backward", action.stage, mesh) not in stage.parts
+    phases = ("input_grad", "weight_grad") if is_split else (action.part,)
+    parts = tuple(part_name(phase, action.stage, mesh) for phase in phases)
     missing = [part for part in parts if part not in stage.parts]
-    if missing or action.stage != stage.index:
+    if missing or action.stage not in mesh.stages_at(stage.index):
         raise PlanError(f"action {action}: stage {stage.index} has only the parts {', '.join(stage.parts)}")
     return parts
 
@@ -246,6 +250,10 @@ class _Planner:
             for cell in call.outputs:
                 first.setdefault(cell, "written")
         names = {cell: slot for (slot, _), cell in self.cells.items()}
+        if early := next(
+            (slot for cell, slot in names.items() if slot.kind == "saved" and first[cell] == "read"), None
+        ):
+            raise PlanError(f"the schedule has stage {self.stage.index} read {early} before it is made")
         zeroed = tuple(c for c, slot in names.items() if slot.kind == "accumulator" and first.get(c) == "read")
         kept = {c for c, slot in names.items() if slot.kind in ACROSS_STEPS or slot.kind == "output"} | set(zeroed)
         kept |= {c for c, slot in names.items() if slot.kind == "accumulator" and c not in read_at}
@@ -265,7 +273,7 @@ class _Planner:
 
 
 def _is_per_microbatch(transfer: Transfer) -> bool:
-    return transfer.part in MICROBATCH_PARTS and transfer.slot.kind in PER_MICROBATCH
+    return phase_of(transfer.part) in MICROBATCH_PARTS and transfer.slot.kind in PER_MICROBATCH
 
 
 # -- all stages --------------------------------------------------------------------------------------------------

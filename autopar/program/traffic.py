@@ -17,7 +17,7 @@ from torch.fx import Node
 from autopar import collectives
 from autopar.cluster.collectives import collective_bytes_sent
 from autopar.mesh import PIPELINE_AXIS, Mesh
-from autopar.program.parts import Pipeline, Value
+from autopar.program.parts import Pipeline, Value, phase_of
 from autopar.rules.nodes import node_argument
 
 _PER_STEP = ("prologue", "norm", "update")
@@ -81,14 +81,15 @@ def _calls(pipeline: Pipeline) -> list[tuple[int, str, str, int, int, int]]:
     calls = []
     for stage in pipeline.stages:
         for part in stage.parts.values():
-            times = 1 if part.name in _PER_STEP else pipeline.microbatches
+            times = 1 if phase_of(part.name) in _PER_STEP else pipeline.microbatches
             for node in part.graph.graph.nodes:
                 call = collective_of(node, pipeline.mesh)
                 if call is not None:
                     ranks = pipeline.mesh.size(call.axis)
                     calls.append((stage.index, call.axis, call.kind, call.whole_bytes, times, ranks))
     for transfer in pipeline.transfers:
-        times = 1 if transfer.part in _PER_STEP or transfer.slot.kind == "accumulator" else pipeline.microbatches
+        is_once = phase_of(transfer.part) in _PER_STEP or transfer.slot.kind == "accumulator"
+        times = 1 if is_once else pipeline.microbatches
         sent = _local_bytes(pipeline.stages[transfer.source].values[transfer.slot], pipeline.mesh)
         calls.append((transfer.source, PIPELINE_AXIS, "p2p", sent, times, 2))
     return calls

@@ -19,6 +19,7 @@ from autopar.capture.drawing import reference_rng
 from autopar.capture.gradient import check_loss, find_loss
 from autopar.capture.graphs import RANDOM_KEY, Captured, Role, placeholders
 from autopar.capture.step import ForwardStep, TrainStep
+from autopar.program.interleaved import own_name
 from autopar.program.parts import Pipeline, Slot
 from autopar.program.promote import default_float64, promote_graph, promote_pipeline, promoted, promoted_dtype
 from autopar.program.virtual import VirtualMesh, whole_value
@@ -386,9 +387,9 @@ def _gradient(virtual: VirtualMesh, name: str) -> Tensor | None:
 
     (Two parameters may share one gradient, which has the name of the other.)
     """
-    slot, parts = Slot("accumulator", name), []
+    parts = []
     for stage in virtual.pipeline.stages:
-        if slot in stage.values:
+        for slot in (slot for slot in stage.values if slot.kind == "accumulator" and own_name(slot) == name):
             wide, layout = virtual.local(slot, stage.index), stage.values[slot].layout
             parts.append(whole_value(wide, layout, virtual.mesh, str(slot)))
     return torch.stack(parts).sum(0) if parts else None

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 import passes
 from autopar.compiling import annotated
 from autopar.mesh import Mesh
+from autopar.program.generators import one_f_one_b
 from autopar.program.parts import Pipeline
-from autopar.program.schedule import one_f_one_b
 from passes.context import Context
 from passes.recompute import recompute
 from tests.virtual.random_plans import even_cut, random_choices, resharder_of, wrong

@@ -2,33 +2,40 @@
 
 import math
 import re
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from torch.distributed import pipelining
 
 from autopar.errors import PlanError
+from autopar.program.actions import Action, format_schedule, parse_schedule
+from autopar.program.generators import (
+    INTERLEAVED,
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    make_schedule,
+    one_f_one_b,
+    round_of,
+    steady_after,
+    zero_bubble_h1,
+)
 from autopar.program.parts import Slot, Transfer
 from autopar.program.schedule import (
-    SCHEDULES,
-    Action,
     bubble_fraction,
     chain_transfers,
     check_no_deadlock,
-    format_schedule,
-    forward_only,
-    gpipe,
     in_flight,
     is_step_level,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
     receiving_event,
     simulate,
-    zero_bubble_h1,
 )
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 13)]
+INTERLEAVED_SIZES = [(2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 3, 10), (4, 2, 3), (8, 4, 16)]
+"""(ranks, stages of each, microbatches)"""
 
 
 def chain_of(name, num_stages):
@@ -82,6 +89,25 @@ def test_forward_only():
     assert forward_only(2, 2) == (("0F0", "0F1"), ("1F0", "1F1"))
 
 
+def test_interleaved():
+    assert interleaved_1f1b(2, 2, 2) == (
+        ("0F0", "0F1", "2F0", "2F1", "2B0", "2B1", "0B0", "0B1"),
+        ("1F0", "1F1", "3F0", "3B0", "3F1", "3B1", "1B0", "1B1"),
+    )
+
+
+@pytest.mark.parametrize(("p", "v", "m"), INTERLEAVED_SIZES)
+def test_interleaved_schedules_pass_the_check(p, v, m):
+    check_no_deadlock(make_schedule(INTERLEAVED, p, m, v), chain_transfers(p * v))
+
+
+def test_rounds_of_interleaved_schedules():
+    assert [round_of(*sizes) for sizes in ((4, 8), (4, 10), (4, 3))] == [4, 5, 3]
+    message = "schedule 'interleaved_1f1b': 11 microbatches on 4 pipeline ranks can't be run in 2 equal rounds"
+    with pytest.raises(PlanError, match=re.escape(f"{message}; use a multiple of 4, or of 2")):
+        interleaved_1f1b(4, 2, 11)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_generated_schedules_pass_the_check(name):
     for num_stages, microbatches in SIZES:
@@ -89,9 +115,10 @@ def test_generated_schedules_pass_the_check(name):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (("2f2b", 2, 2), "schedule '2f2b': unknown; expected one of 1f1b, gpipe, zb-h1, forward"),
+    (("2f2b", 2, 2), "schedule '2f2b': unknown; expected one of 1f1b, gpipe, zb-h1, forward, interleaved_1f1b"),
     (("1f1b", 0, 2), "schedule '1f1b': 0 stages and 2 microbatches; expected at least 1"),
     (("1f1b", 2, 0), "schedule '1f1b': 2 stages and 0 microbatches; expected at least 1"),
+    (("1f1b", 2, 4, 2), "schedule '1f1b': 2 stages a rank; 'interleaved_1f1b' is for several"),
 ])  # fmt: skip
 def test_bad_name_or_counts(arguments, message):
     with pytest.raises(PlanError, match=re.escape(message)):
@@ -108,6 +135,31 @@ def test_in_flight(name, expected):
     for num_stages, microbatches in SIZES:
         for stage, row in enumerate(make_schedule(name, num_stages, microbatches)):
             assert in_flight(stage, row) == expected(num_stages, microbatches, stage)
+
+
+def held_at_once(row):
+    """The most microbatches that a rank's stages hold together."""
+    held = [0]
+    for action in map(Action.parse, row):
+        held.append(held[-1] + {"F": 1, "B": -1}[action.kind])
+    return max(held)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [sizes for sizes in INTERLEAVED_SIZES if sizes[2] >= 2 * sizes[0]])
+def test_what_interleaved_ranks_hold(p, v, m):
+    """Megatron: (v - 1) p + 2 (p - 1 - r) forwards ahead of the first backward, and one."""
+    for rank, row in enumerate(interleaved_1f1b(p, v, m)):
+        assert held_at_once(row) == min((v - 1) * round_of(p, m) + 2 * (p - 1 - rank) + 1, v * m)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), (INTERLEAVED, 2), (INTERLEAVED, 3)])
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_steady_schedules_only_repeat(name, virtual, p):
+    few = steady_after(name, p, 16 * p)
+    for short, long in zip(*(make_schedule(name, p, m, virtual) for m in (few, 16 * p)), strict=True):
+        assert held_at_once(short) == held_at_once(long)
+        for stage in {Action.parse(text).stage for text in short}:
+            assert in_flight(stage, short) == in_flight(stage, long)
 
 
 # -- torch's own ---------------------------------------------------------------------------------------------------
@@ -129,6 +181,16 @@ def torch_row(name, stage_index, num_stages, microbatches):
 def test_same_order_as_torch(name, ours, num_stages, microbatches):
     theirs = tuple(torch_row(name, stage, num_stages, microbatches) for stage in range(num_stages))
     assert ours(num_stages, microbatches) == theirs
+
+
+@pytest.mark.parametrize(("p", "v", "m"), INTERLEAVED_SIZES)
+def test_same_interleaved_order_as_torch(p, v, m):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    rounds = max(1, m // p)
+    theirs = SimpleNamespace(n_local_stages=v, pp_group_size=p, _n_microbatches=m, microbatches_per_round=m // rounds)
+    for rank, row in enumerate(interleaved_1f1b(p, v, m)):
+        actions = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(theirs, rank)
+        assert row == tuple(str(action) for action in actions if action is not None)
 
 
 def test_torch_reads_our_actions():
@@ -265,6 +327,13 @@ def test_published_bubble_of_equal_stages(make):
     """(p − 1)/m of the busy time (Huang et al., 2019; Narayanan et al., 2021)."""
     for p, m in SIZES:
         assert math.isclose(bubble_fraction(make(p, m), {"F": 1.0, "B": 2.0}), (p - 1) / (m + p - 1), abs_tol=1e-12)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 4, 16)])
+def test_published_bubble_of_interleaved(p, v, m):
+    """(p − 1)/(v m) of the busy time (Narayanan et al., 2021)."""
+    span = simulate(interleaved_1f1b(p, v, m), {"F": 1.0, "B": 2.0}).span_s
+    assert math.isclose(span, 3 * v * m * (1 + (p - 1) / (v * m)))
 
 
 def test_published_bubble_of_zb_h1():

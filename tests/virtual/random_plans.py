@@ -16,8 +16,8 @@ from autopar.compiling import annotated
 from autopar.layers import Cut, units_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.program.generators import one_f_one_b
 from autopar.program.parts import Pipeline
-from autopar.program.schedule import one_f_one_b
 from autopar.program.verify import Difference, _program_against_captured
 from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, enumerate_choices, operand_layouts, result_layouts

@@ -10,8 +10,8 @@
 Where gradients are clipped on several stages, `norm` stands before the update: see `clipping`.
 
 Metadata of every node: `key` (unique, stable), `path`, `phase`, `level` ("step" or "microbatch"), `stage`, `val`,
-`source`; placeholders also `role`, gradients (accumulated where there are several microbatches) `gradient_of`. The
-output node has `roles`, one per returned value.
+`source`; placeholders also `role`, gradients (accumulated where there are several microbatches) `gradient_of`, what a
+stage computes anew `is_anew`. The output node has `roles`, one per returned value.
 
 Invariants:
 - a parameter reaches the forward (backward) of a stage through one relay per step and one per microbatch;
@@ -97,7 +97,7 @@ class _Joiner:
         final.meta["roles"] = tuple(role for role, _ in outputs)
         self.graph.eliminate_dead_code()  # the sum of a tied gradient that is summed over stages once a step instead
         self._share_through_relays()
-        _write_keys(self.graph, self.repeats)
+        _write_keys(self.graph, self.cut, self.repeats)
         return StepGraph(self.graph, self.cut, pairs, self.repeats)
 
     # -- inputs ------------------------------------------------------------------------------------------------
@@ -176,7 +176,9 @@ class _Joiner:
             value = self.inputs[node.meta["role"]]
             return self._parameter(value, stage, phase) if node.meta["role"].kind == "param" else value
         if node in self.free:
-            return self.env.get((node, stage)) or self._copy(node, stage, phase)
+            if (node, stage) not in self.env:
+                self._copy(node, stage, phase).meta["is_anew"] = True
+            return self.env[node, stage]
         return self.env[node, self.stage[node]]
 
     def _total(self, total: Node, stage: int) -> Node:
@@ -214,7 +216,7 @@ class _Joiner:
     def _call(self, target: Any, args: tuple[Node, ...], like: Node, phase: str, stage: int, level: str) -> Node:
         node = self.graph.call_function(target, args)
         node.meta.update(val=like.meta["val"], path=like.meta["path"], source=like.meta.get("source", ""))
-        node.meta.update(phase=phase, level=level, stage=stage)
+        node.meta.update(phase=phase, level=level, stage=stage, is_anew=like.meta.get("is_anew", False))
         return node
 
     # -- outputs and update ------------------------------------------------------------------------------------
@@ -374,18 +376,22 @@ def _stage_by_path(path: str, paths: dict[str, int]) -> int | None:
     return None
 
 
-def _write_keys(graph: Graph, repeats: Repeats) -> None:
-    """Nodes that run between layers are numbered anew in each: a layer's keys don't depend on what precedes it. Outside
-    of layers, what several stages compute, each for itself, is numbered anew on each: `cos/forward#0`, then `#0@1`."""
+def _write_keys(graph: Graph, cut: Cut, repeats: Repeats) -> None:
+    """Nodes that run between layers are numbered anew in each: a layer's keys don't depend on what precedes it. What
+    several stages compute, each for itself, is numbered anew on each that isn't its layer's: `cos/forward#0`, then
+    `#0@1`."""
     counts: Counter[tuple[str, int]] = Counter()
     first: dict[str, int] = {}
-    homes = homes_of(graph)
+    homes, stages = homes_of(graph), _unit_paths(cut)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["key"] = f"{node.meta['role'].kind}:{node.meta['role'].name}"
         elif node.op == "call_function":
             path, home, stage = node.meta.get("path", ""), homes[node], node.meta["stage"]
             where = path if block_of(path) or not home else f"{home}:{path}"
+            if node.meta.get("is_anew") and stages.get(home, stage) != stage:
+                first.setdefault(f"{where}/{op_name(node)}/{node.meta['phase']}", -1)
+                home = ""
             base = f"{where}/{op_name(node)}/{node.meta['phase']}"
             stage = -1 if home else stage
             on_stage = "" if first.setdefault(base, stage) == stage else f"@{repeats.first_stage(stage)}"

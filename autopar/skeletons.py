@@ -121,7 +121,7 @@ class Skeletons:
         found: dict[str, Value] = {}
         for key, value in values.items():
             home = homes[nodes[key]]
-            if home:
+            if home and "@" not in key:
                 found |= {key.replace(home, block, 1): value for block in step.repeats.blocks(home)}
             else:
                 found |= dict.fromkeys(_keys_on_stages(key, nodes[key].meta["stage"], step.repeats), value)

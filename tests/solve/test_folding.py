@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -354,6 +355,40 @@ def test_stages_are_alike_by_their_layers_and_where_values_pass_from_neighbour_t
     assert kinds.kept == (0, 1, 2, 3, 5) and kinds.like == (0, 1, 2, 3, 2, 4)  # the second chooses otherwise
     skipping = skeletons_of(folded_step("loop"))  # all of its blocks read what the first layer gives
     assert skipping.likeness(Cut.from_boundaries(skipping.units, [0, 3, 5, 7, 9])).kept == (0, 1, 2, 3, 4)
+
+
+class Turning(Chain):
+    """What the blocks multiply with is the same for all: computed in the first, and anew on each stage."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            turned = super().forward(x) * torch.arange(8, dtype=torch.float32).cos()
+            return turned.tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(8, 8) for _ in range(10))
+
+
+def test_keys_of_what_stages_compute_anew_are_those_of_all_stages() -> None:
+    step = chain_step(Turning(), is_folded=True)
+    skeletons = skeletons_of(step)
+    cut = Cut.from_boundaries(skeletons.units, [0, 2, 4, 6, 8])
+    few = skeletons.graph(cut)
+    assert len(skeletons.likeness(cut).kept) == 3
+    told = skeletons.everywhere(few, {n.meta["key"]: _what(n) for n in few.graph.nodes if "key" in n.meta})
+    every = annotated(chain_step(Turning(), is_folded=False).capture(), step.microbatches, cut)
+    expected = {n.meta["key"]: _what(n) for n in every.graph.nodes if "key" in n.meta}
+    assert sum("cos" in key for key in expected) >= 5
+    sums = {key for key in expected if key.split("/")[0] == ""}  # of the norm: every stage has those of all others
+    assert {key: what for key, what in told.items() if key not in sums} == {
+        key: what for key, what in expected.items() if key not in sums
+    }
+
+
+def _what(node: Node) -> tuple[str, tuple[int, ...]]:
+    value = node.meta["val"]
+    return str(node.target) if node.op == "call_function" else node.op, tuple(getattr(value, "shape", ()))
 
 
 @pytest.mark.parametrize("pins", ["tp=4", "pp=2, dp=2", "pp=4"])

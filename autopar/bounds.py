@@ -27,8 +27,8 @@ from autopar.solve.build import Setting, build_part, homes_and_keys
 from autopar.solve.costs import Compute, Work, work_of
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Term
+from autopar.solve.rounds import least_s
 from autopar.solve.search import solve
-from autopar.solve.stages import CutProblem, Layer, Point, cut_layers
 
 PHASES = ("forward", "backward")
 
@@ -51,6 +51,8 @@ class Bounds:
     compute: Compute
     alone: Callable[[Mesh], Setting]
     """What a stage of a mesh is priced for, without the pipeline around it."""
+    virtuals: Callable[[Mesh], Sequence[int]]
+    """How many stages each rank of a mesh may have, rising."""
     times: dict[Node, int] = field(default_factory=dict)
     works: dict[Node, Work] = field(default_factory=dict)
     units_of: dict[Node, int] = field(default_factory=dict)
@@ -92,17 +94,11 @@ class Bounds:
         """What the ops of each phase of a layer take, the ranks sharing each as far as they can."""
         return {phase: self._least_s(dict.fromkeys(nodes, 1), mesh) for phase, nodes in parts.items()}
 
-    def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
-        """What a step takes at least if each unit of the model takes so many seconds of a microbatch."""
-        received, returned = self.transfers_s(mesh)
-        layers = tuple(Layer((Point(unit_s[unit]),), returned) for unit in self.units)
-        stages, count = mesh.num_stages, self.microbatches
-        problem = CutProblem(
-            layers, stages, count, math.inf, in_flight_of(stages, count), (0.0, *[received] * (stages - 1))
-        )
-        found = cut_layers(problem)
-        assert found is not None
-        return found.objective
+    def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float], ends_s: float = 0.0) -> float:
+        """What a step takes at least if each unit of the model takes so many seconds of a microbatch, each stage as a
+        whole `ends_s` less."""
+        seconds, virtuals = [unit_s[unit] for unit in self.units], self.virtuals(mesh)
+        return least_s(seconds, self.transfers_s(mesh), ends_s, mesh.num_stages, virtuals, self.microbatches)
 
     def transfers_s(self, mesh: Mesh) -> tuple[float, float]:
         """Seconds that a stage takes at least, in a microbatch, to get values from the stage before it, and gradients
@@ -201,11 +197,6 @@ class Bounds:
                 if any(user.meta.get("phase") == "backward" for user in node.users)
             )
         )
-
-
-def in_flight_of(stages: int, microbatches: int) -> tuple[int, ...]:
-    """Microbatches whose activations each stage holds at once under 1F1B."""
-    return tuple(min(stages - stage, microbatches) for stage in range(stages))
 
 
 def _sizes(mesh: Mesh) -> tuple[int, ...]:

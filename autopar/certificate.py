@@ -31,7 +31,6 @@ from autopar.planning import as_pinned
 from autopar.program.allocations import CLASSES
 from autopar.rules.found import find_rules
 from autopar.skeletons import Skeletons
-from autopar.stage_pins import cannot_cut
 from autopar.trials import Found, Trials
 from autopar.units import format_bytes, format_seconds, parse_bytes
 
@@ -126,7 +125,7 @@ def infeasible(trials: Collection[Trials], progress: Callable[[str], None] = lam
 def _overflow(found: Found, capacity: float) -> Overflow:
     profiles = found.counts.profiles
     there = max(range(len(profiles)), key=lambda there: profiles[there].peak)
-    stage, profile = found.likeness.kept[there], profiles[there]
+    stage, profile = found.built.setting.ranks.kinds[there].rank, profiles[there]
     total, kind = 0, CLASSES[-1]
     for kind in CLASSES:
         total += getattr(profile, kind)
@@ -221,7 +220,7 @@ class _Relaxing:
         meshes = distinct_meshes(
             trials.cluster, candidate_meshes(trials.cluster, trials.pins.axes), trials.pins.named_axes
         )
-        near = [mesh for mesh in meshes if not cannot_cut(trials.pins, trials.skeletons, mesh.num_stages)]
+        near = [mesh for mesh in meshes if not trials.cannot_cut(mesh)]
         for mesh in sorted(near, key=lambda mesh: (mesh.num_stages != self.mesh.num_stages, mesh.num_stages)):
             found = None if self._is_late else self._on(mesh, trials)
             if found is not None:

@@ -240,20 +240,25 @@ class _Asking:
         used = evaluate(problem, leanest).usage
         overs = [usage - limit.capacity for usage, limit in zip(used, problem.limits, strict=True)]
         over, limit = max((over, number) for number, over in enumerate(overs))
-        stage = self._stage(self.priced.built.limit_stages[limit])
+        stage = self.priced.built.setting.ranks.kinds[self.priced.built.limit_ranks[limit]].rank
         why = f"memory: at least {format_bytes(over)} over the limit of stage {stage}, {_moment(problem.limits[limit])}"
         return Alternative(text, None, None, math.ceil(over), stage, why)
 
 
 def _limits(priced: Priced, plan: Plan) -> tuple[Limit, ...]:
     """The plan's limits, less what its peaks on each stage have beyond what the limits count of it."""
-    built, members = priced.built, priced.likeness.members
-    used, counted = evaluate(built.problem, priced.choice).usage, [0.0] * len(members)
-    for stage, usage in zip(built.limit_stages, used, strict=True):
-        counted[stage] = max(counted[stage], usage)
-    peaks = [max(row.peak for row in plan.estimate.memory if row.stage in stages) for stages in members]
-    pairs = zip(built.problem.limits, built.limit_stages, strict=True)
-    return tuple(replace(limit, constant=max(0.0, peaks[stage] - counted[stage])) for limit, stage in pairs)
+    built, ranks = priced.built, priced.built.setting.ranks
+    used, counted, peaks = (
+        evaluate(built.problem, priced.choice).usage,
+        [0.0] * len(ranks.kinds),
+        [0] * len(ranks.kinds),
+    )
+    for kind, usage in zip(built.limit_ranks, used, strict=True):
+        counted[kind] = max(counted[kind], usage)
+    for row in plan.estimate.memory:
+        peaks[ranks.like[row.stage]] = max(peaks[ranks.like[row.stage]], row.peak)
+    pairs = zip(built.problem.limits, built.limit_ranks, strict=True)
+    return tuple(replace(limit, constant=max(0.0, peaks[kind] - counted[kind])) for limit, kind in pairs)
 
 
 def _moment(limit: Limit) -> str:

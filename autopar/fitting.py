@@ -65,7 +65,7 @@ class Fitting(Generic[Found]):
         What holds least also tells how far the limits are from what a lean plan really needs. `bound` (seconds) holds
         for every plan.
         """
-        stages = 1 + max(self.built.limit_stages)
+        stages = 1 + max(self.built.limit_ranks)
         for unseen in sorted({self.room, 0.0}, reverse=True):
             found = self._fitting([unseen] * stages)
             if found is not None:
@@ -133,13 +133,13 @@ class Fitting(Generic[Found]):
     def _limited(self, unseen: Sequence[float]) -> Problem:
         """The problem with `unseen` bytes of each stage already used."""
         problem = self.built.problem
-        pairs = zip(problem.limits, self.built.limit_stages, strict=True)
+        pairs = zip(problem.limits, self.built.limit_ranks, strict=True)
         return replace(problem, limits=tuple(replace(limit, constant=unseen[stage]) for limit, stage in pairs))
 
     def _unseen(self, found: Found, more: float = 0.0) -> list[float]:
         """What the accountant counts of a plan at its peak on each stage, beyond what the limits count; and `more`."""
         counted = [0.0] * len(found.peaks)
         usage = evaluate(self.built.problem, found.solution.choice).usage
-        for stage, used in zip(self.built.limit_stages, usage, strict=True):
+        for stage, used in zip(self.built.limit_ranks, usage, strict=True):
             counted[stage] = max(counted[stage], used)
         return [max(0.0, peak - used) + more for peak, used in zip(found.peaks, counted, strict=True)]

@@ -5,10 +5,11 @@
     AXIS=N                            the size of a mesh axis; pp is the number of pipeline stages
     zero=0..3                         how much of the state is split over data parallel ranks
     microbatches=N                    how many microbatches one optimizer step has
+    virtual=N                         how many pipeline stages each rank has
     recompute=none|full|GLOB          which modules run their forward again in the backward
     GLOB: AXIS=in|out|heads|experts|vocab|batch|seq|none
                                       what the axis splits in the modules that the glob matches
-    GLOB: stage=N                     the pipeline stage, from 0, of the layers that the glob matches
+    GLOB: stage=N                     the pipeline stage, from 0, of the layers that the glob matches (one stage a rank)
 
 Invariants:
 - `parse_pins(str(pins)) == pins`;
@@ -70,6 +71,7 @@ class Pins:
     axes: dict[str, int] = field(default_factory=dict)
     zero: int | None = None
     microbatches: int | None = None
+    virtual: int | None = None
     recompute: str | None = None
     modules: tuple[ModulePin, ...] = ()
     stages: tuple[StagePin, ...] = ()
@@ -125,7 +127,7 @@ def _add(pins: Pins, word: str) -> Pins:
     glob, colon, setting = (part.strip() for part in word.rpartition(":"))
     key, equals, value = setting.partition("=")
     if not equals or not _AXIS.fullmatch(key) or (colon and not glob):
-        raise _malformed(word, "expected AXIS=N, zero=N, microbatches=N, recompute=… or GLOB: AXIS=…")
+        raise _malformed(word, "expected AXIS=N, zero=N, microbatches=N, virtual=N, recompute=… or GLOB: AXIS=…")
     if glob and key == "stage":
         return _add_stage(pins, word, StagePin(glob, _number(word, value, at_least=0)))
     if glob:
@@ -179,7 +181,12 @@ def _glob(word: str, text: str) -> str:
     return text
 
 
-_SCALARS: dict[str, Callable[[str, str], int | str]] = {"zero": _zero, "microbatches": _number, "recompute": _glob}
+_SCALARS: dict[str, Callable[[str, str], int | str]] = {
+    "zero": _zero,
+    "microbatches": _number,
+    "virtual": _number,
+    "recompute": _glob,
+}
 
 
 def _refuse_twice(word: str, before: object, now: object) -> None:

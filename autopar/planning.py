@@ -37,7 +37,7 @@ from autopar.rules.found import FoundRules, find_rules
 from autopar.rules.table import check_rules
 from autopar.skeletons import Skeletons
 from autopar.solve.build import require_wanted
-from autopar.stage_pins import cannot_cut
+from autopar.solve.ranks import may_interleave
 from autopar.trials import Found, Trials
 from autopar.units import format_bytes, format_seconds, parse_bytes
 
@@ -247,7 +247,8 @@ class _Search:
 
     def _push_next(self, each: _Open) -> None:
         """The same mesh at the next number of microbatches."""
-        following = next((count for count in self.counts if count > each.count), None)
+        counts = (count for count in self.counts if count > each.count)
+        following = next((count for count in counts if self._trials(each.count).can_run(each.mesh, count)), None)
         if following is not None:
             self._push(_Open(each.mesh, following, _inherited(each, following)))
 
@@ -298,7 +299,7 @@ class _Search:
     def _meshes(self, trials: Trials) -> list[Mesh]:
         meshes, fitting, reason = candidate_meshes(self.cluster, self.pins.axes), [], ""
         for mesh in distinct_meshes(self.cluster, meshes, self.pins.named_axes):
-            reason = cannot_cut(self.pins, trials.skeletons, mesh.num_stages)
+            reason = trials.cannot_cut(mesh)
             if not reason:
                 fitting.append(mesh)
                 continue
@@ -362,7 +363,9 @@ class _Search:
 def _inherited(each: _Open, count: int) -> float:
     """A bound at `count` microbatches from one at fewer: no op or collective takes less for a part of its sizes than
     that part of its time, so the work of all microbatches only grows; what shrinks is the wait for the pipeline to
-    fill."""
+    fill, most with one stage a rank. None follows where so few couldn't go through several."""
+    if may_interleave(each.mesh.num_stages, count) > may_interleave(each.mesh.num_stages, each.count):
+        return 0.0
     return each.bound * (fill(each.mesh, count) / count) / (fill(each.mesh, each.count) / each.count)
 
 

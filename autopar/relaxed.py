@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from autopar.capture.runs import Repeats
 from autopar.layers import blocks_of, homes_of
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.rules.nodes import is_view, op_name
-from autopar.solve.build import BuiltProblem, Setting, left_layout
+from autopar.solve.build import BuiltProblem, Setting, Strategy, left_layout
 from autopar.solve.costs import HEAVY, local_bytes
 from autopar.solve.held import is_parameter, is_step_relay
 from autopar.solve.modes import is_forward
@@ -63,7 +63,7 @@ class _Tally:
         self.forward_s, self.backward_s, self.heavy_s = ([0.0] * size for _ in range(3))
         self.static, self.saved, self.heavy, self.brought = ([0.0] * size for _ in range(4))
         self.unit = units_of_nodes(built.nodes, relaxed.units)
-        self.relaxed, in_flight = relaxed, relaxed.setting.in_flight[0]
+        self.relaxed, in_flight = relaxed, relaxed.setting.ranks.kinds[0].stages[0].held
         picked = dict(zip(built.nodes, built.picked(choice), strict=True))
         for node, priced, pick in zip(built.nodes, built.plain, choice, strict=True):
             self._add_seconds(node, float(priced.cost[pick]))
@@ -80,8 +80,7 @@ class _Tally:
             moved = float(edge.cost[choice[edge.source], choice[edge.target]])
             self._add_seconds(reader, moved / self._times(reader))
         for source, unit in _brought(built.nodes, self.unit):
-            layout = left_layout(source, picked)
-            self.brought[unit] += local_bytes(layout, source.meta["val"].element_size(), relaxed.setting.mesh)
+            self.brought[unit] += self._left_bytes(source, picked)
 
     def points(self, unit: int, may_recompute: bool) -> tuple[Point, ...]:
         seconds, static = self.forward_s[unit] + self.backward_s[unit], self.static[unit]
@@ -95,6 +94,9 @@ class _Tally:
                 found.append(Point(seconds + more_s, static, kept))
         return tuple(found)
 
+    def _left_bytes(self, value: Node, picked: dict[Node, Strategy]) -> float:
+        return local_bytes(left_layout(value, picked), value.meta["val"].element_size(), self.relaxed.setting.mesh)
+
     def _add_seconds(self, node: Node, seconds: float) -> None:
         if node.meta["level"] == "microbatch":
             (self.forward_s if is_forward(node) else self.backward_s)[self.unit[node]] += seconds
@@ -103,9 +105,10 @@ class _Tally:
         return self.relaxed.repeats.times(self.relaxed.units[self.unit[node]])
 
 
-def fill(mesh: Mesh, microbatches: int) -> float:
-    """How often the step waits for all of the mesh's work on a microbatch, its stages being equal and run as 1F1B."""
-    return 1 + (microbatches - 1) / mesh.num_stages
+def fill(mesh: Mesh, microbatches: int, virtual: int = 1) -> float:
+    """How often the step waits for all of the mesh's work on a microbatch, its stages being equal and run as 1F1B,
+    `virtual` of them on a rank."""
+    return 1 / virtual + (microbatches - 1 / virtual) / mesh.size(PIPELINE_AXIS)
 
 
 def units_of_nodes(nodes: Sequence[Node], units: tuple[str, ...]) -> dict[Node, int]:

@@ -13,7 +13,7 @@ from autopar.cluster.mesh_layout import axis_link
 from autopar.counting import Counts
 from autopar.key_globs import class_of
 from autopar.layers import Cut
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.plans import CollectiveRow, Estimate, MemoryRow, ModuleRow, OverlapRow, StageSpan, relative_gap
 from autopar.program.generators import make_schedule
 from autopar.program.schedule import bubble_fraction, chain_transfers
@@ -21,6 +21,7 @@ from autopar.program.traffic import Traffic
 from autopar.solve import spent
 from autopar.solve.overlapped import Overlapped, overlapped
 from autopar.solve.problem import evaluate
+from autopar.solve.ranks import Ranks
 from autopar.trials import Found
 
 
@@ -45,9 +46,9 @@ def estimate(
     assert abs(objective - found.solution.objective) <= 1e-6 * max(objective, 1e-12), (objective, found.solution)
     there, counts = len(found.likeness.kept), found.counted()
     rows = (*checked.rows, *[0.0] * (2 * there - len(checked.rows)))
+    ranks, is_pipelined = found.built.setting.ranks, found.mesh.num_stages > 1
     bound = min(bound, objective)
-    contention, is_pipelined = cluster.device.contention, found.mesh.num_stages > 1
-    overlap = overlapped(found.built, found.solution.choice, contention, is_pipelined)
+    overlap = overlapped(found.built, found.solution.choice, cluster.device.contention, is_pipelined)
     return Estimate(
         objective_s=objective,
         bound_s=bound,
@@ -59,7 +60,7 @@ def estimate(
         memory=memory_rows(counts),
         collectives=collective_rows(counts, found.mesh, cluster),
         bubble_fraction=_bubble(found, [rows[like] for like in found.likeness.like]),
-        step_s=_parts(objective, rows, found.mesh, there, found.microbatches),
+        step_s=_parts(objective, rows[:there], rows[there:], ranks, found.microbatches),
         modules=module_rows(found, counts),
         overlapped_s=overlap.step_s,
         overlap=overlap_rows(found, overlap),
@@ -109,15 +110,15 @@ def _modules(node: Node, parameters: Set[str]) -> str:
 
 
 def _fullest(found: Found, counts: Counts) -> int:
-    """The limit that is nearest on the stage of the greatest peak."""
-    stage = found.likeness.like[counts.peaks.index(max(counts.peaks))]
+    """The limit that is nearest on the rank of the greatest peak."""
+    kind = found.built.setting.ranks.like[counts.peaks.index(max(counts.peaks))]
     usage = evaluate(found.built.problem, found.solution.choice).usage
-    limits = (i for i, own in enumerate(found.built.limit_stages) if own == stage)
+    limits = (i for i, own in enumerate(found.built.limit_ranks) if own == kind)
     return max(limits, key=lambda limit: usage[limit])
 
 
 def memory_rows(counts: Counts) -> tuple[MemoryRow, ...]:
-    """One row per stage: every rank of a stage holds the same."""
+    """One row per stage: every rank of a stage holds the same. Of several stages a rank, one per rank: its first."""
     rows = []
     for stage, found in enumerate(counts.profiles):
         kinds = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers)
@@ -126,7 +127,7 @@ def memory_rows(counts: Counts) -> tuple[MemoryRow, ...]:
 
 
 def collective_rows(counts: Counts, mesh: Mesh, cluster: Cluster) -> tuple[CollectiveRow, ...]:
-    """One row per axis and kind, of the stage that sends most."""
+    """One row per axis and kind, of the rank that sends most."""
     most: dict[tuple[str, str], Traffic] = {}
     for row in counts.traffic:
         key = (row.axis, row.kind)
@@ -143,20 +144,22 @@ def collective_rows(counts: Counts, mesh: Mesh, cluster: Cluster) -> tuple[Colle
 
 def _bubble(found: Found, microbatch_s: Sequence[float]) -> float:
     """Idle share of the schedule at the stages' times, a backward taking two thirds of a microbatch."""
-    stages = found.mesh.num_stages
+    stages, size = found.mesh.num_stages, found.mesh.size(PIPELINE_AXIS)
     if stages == 1:
         return 0.0
     durations = {}
     for stage, seconds in enumerate(microbatch_s):
         durations[f"{stage}F"], durations[f"{stage}B"] = seconds / 3, seconds * 2 / 3
     all_there = len(found.likeness.kept) == stages
-    transfers = found.pipeline.transfers if all_there else chain_transfers(stages)
-    return bubble_fraction(make_schedule(found.schedule, stages, found.microbatches), durations, transfers)
+    transfers = found.counting.pipeline.transfers if all_there else chain_transfers(stages)
+    schedule = make_schedule(found.schedule, size, found.microbatches, found.mesh.virtual)
+    return bubble_fraction(schedule, durations, transfers)
 
 
-def _parts(objective: float, rows: tuple[float, ...], mesh: Mesh, there: int, count: int) -> dict[str, float]:
+def _parts(
+    objective: float, microbatch_s: Sequence[float], once_s: Sequence[float], ranks: Ranks, count: int
+) -> dict[str, float]:
     """The step time as work of the slowest stage, bubble, and update; sums to the objective."""
-    update = max(rows[there : 2 * there])
-    work = count * max(rows[:there])
-    bubble = max(0.0, objective - update - work) if mesh.num_stages > 1 else 0.0
+    update, work = ranks.longest(once_s), count * ranks.longest(microbatch_s)
+    bubble = max(0.0, objective - update - work)
     return {"microbatches": work, "bubble": bubble, "update": update}

@@ -109,7 +109,8 @@ def explain(plan: Plan, target: str) -> list[Table]:
         raise nothing_meant(plan, target)
     places = {key: stage_of(plan.node_stage, module_path(key)) for key in keys}
     nodes = [(key, places[key], plan.choices[key], _recompute(plan, key)) for key in keys]
-    peaks = [(row.stage, row.ranks, row.peak) for row in plan.estimate.memory if row.stage in stages]
+    homes = {plan.stages[stage].rank for stage in stages} if plan.mesh.virtual > 1 else stages
+    peaks = [(row.stage, row.ranks, row.peak) for row in plan.estimate.memory if row.stage in homes]
     return [
         Table(
             f"{target}: {len(keys)} nodes with a choice; the rest are whole on every rank"
@@ -152,6 +153,10 @@ def _search_line(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
+    """With the ranks they live on, where these have several."""
+    if plan.mesh.virtual > 1:
+        homes = tuple((index, stage.rank, _brief(stage)) for index, stage in enumerate(plan.stages))
+        return Table("stages", ("stage", "pp", "modules"), homes)
     rows = tuple((index, _brief(stage)) for index, stage in enumerate(plan.stages))
     return Table("stages", ("stage", "modules"), rows if len(rows) > 1 else ())
 

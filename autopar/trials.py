@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.bounds import Bounds, in_flight_of
+from autopar.bounds import Bounds
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
 from autopar.compiling import lower, prices
-from autopar.counting import Counts, Growth, count, places
+from autopar.counting import Counting, Counts, Growth
 from autopar.fitting import GAP, Fitting
+from autopar.guessing import Cuts, Guess
 from autopar.joint import StepGraph
 from autopar.key_globs import forward_globs
 from autopar.layers import Cut
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.pins import Pins
+from autopar.program.generators import INTERLEAVED
 from autopar.program.parts import Pipeline
 from autopar.relaxed import Relaxed, fill
 from autopar.reshard import Resharder
@@ -36,10 +38,10 @@ from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.modes import is_forward
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
+from autopar.solve.ranks import in_flight_of, may_interleave, ranks_of
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_repeated_first, solve_shared
-from autopar.solve.stages import CutProblem, cut_layers
-from autopar.stage_pins import pinned_stages
+from autopar.stage_pins import cannot_cut, pinned_stages
 from autopar.staging import Staged
 from autopar.unit_bounds import Least, UnitBounds
 
@@ -59,8 +61,8 @@ UNSEEN = 0.02
 KEPT_BUILT = 4
 """One-stage problems that are kept from when a pipeline's units are bounded to when it is relaxed."""
 
-MIX_GAIN = 2e-3
-"""What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
+MOST_VIRTUAL = 16
+"""Stages of a pipeline rank that are looked at."""
 
 
 @dataclass(slots=True)
@@ -77,36 +79,21 @@ class Found:
     num_recomputed: int
     solution: Solution
     built: BuiltProblem
-    pipeline: Pipeline
-    """Of the stages that are there."""
-    growths: list[Growth]
+    counting: Counting
     counts: Counts
-    """At the first stage that each of those stands for, which holds most."""
+    """Of a rank of each kind, the one that holds most."""
 
     @property
     def peaks(self) -> list[int]:
         return self.counts.peaks
 
     def counted(self) -> Counts:
-        """Of all stages."""
-        at = places(self.schedule, self.mesh.num_stages, self.microbatches, self.likeness)
-        return count(self.pipeline, self.growths, at)
+        """Of all ranks."""
+        return self.counting.of(range(self.mesh.size(PIPELINE_AXIS)))
 
     @property
     def again_text(self) -> str:
         return f", running {self.num_recomputed} forward ops again in the backward" if self.num_recomputed else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    """What units cost and hold in the relaxed layouts, put together: the cut, seconds of a step (infinite where it
-    doesn't fit), and whether it fits with nothing computed again."""
-
-    cut: Cut
-    seconds: float
-    keeps_all: bool
-    layouts: tuple[Relaxed, ...]
-    """Where those of each stage are from."""
 
 
 @dataclass(slots=True)
@@ -118,7 +105,7 @@ class Trials:
     cluster: Cluster
     pins: Pins
     capacity: float
-    guesses: dict[Mesh, _Guess] = field(default_factory=dict)
+    guesses: dict[Mesh, Guess] = field(default_factory=dict)
     """Of the meshes that were relaxed."""
     shortages: list[tuple[float, Mesh, Callable[[], Found]]] = field(default_factory=list)
     """Of what didn't fit: the bytes that the solver counts of the smallest plan, its mesh, and how to lower it."""
@@ -137,8 +124,41 @@ class Trials:
         """What no plan beats, before a mesh's problem is built."""
         if self._bounds is None:
             units, runs = self.skeletons.units, self.skeletons.folded.runs
-            self._bounds = Bounds(self.whole, units, runs, self.microbatches, self._compute_s, self._alone)
+            alone, virtuals = self._alone, self.virtuals
+            self._bounds = Bounds(self.whole, units, runs, self.microbatches, self._compute_s, alone, virtuals)
         return self._bounds
+
+    def virtuals(self, mesh: Mesh) -> tuple[int, ...]:
+        """How many stages each rank of a mesh may have, rising."""
+        ranks = mesh.num_stages
+        if self.pins.virtual is not None:
+            return (self.pins.virtual,)
+        is_free = isinstance(self.step, TrainStep) and not self.pins.stages and may_interleave(ranks, self.microbatches)
+        most = min(MOST_VIRTUAL, len(self.skeletons.units) // ranks) if is_free and ranks > 1 else 1
+        return tuple(range(1, most + 1))
+
+    def can_run(self, mesh: Mesh, microbatches: int) -> bool:
+        """Whether as many stages a rank as are pinned can run so many microbatches."""
+        return self.pins.virtual in (None, 1) or may_interleave(mesh.num_stages, microbatches)
+
+    def cannot_cut(self, mesh: Mesh) -> str:
+        """Why a model can't be cut into a mesh's stages; "" where it can."""
+        virtual = self.pins.virtual or 1
+        if virtual > 1 and (reason := self._cannot_interleave(mesh)):
+            return f"a pin asks for {virtual} stages a rank, {reason}"
+        return cannot_cut(self.pins, self.skeletons, mesh.num_stages * virtual)
+
+    def _cannot_interleave(self, mesh: Mesh) -> str:
+        if not isinstance(self.step, TrainStep):
+            return "which are for training"
+        if self.pins.stages:
+            return "and another puts modules on stages, which goes with one a rank"
+        if mesh.num_stages == 1:
+            return "but the mesh has no pipeline"
+        if not may_interleave(mesh.num_stages, self.microbatches):
+            count, ranks = self.microbatches, mesh.num_stages
+            return f"but {count} microbatches can't go through {ranks} ranks in equal rounds; use a multiple of {ranks}"
+        return ""
 
     def units_s(self, mesh: Mesh) -> float:
         """What no plan of a pipeline beats, each unit of the model taking what it takes at least by itself."""
@@ -149,10 +169,10 @@ class Trials:
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
         least = self._least[mesh]
-        return self.bounds.cut_s(mesh, least.seconds) - steps * least.ends
+        return self.bounds.cut_s(mesh, least.seconds, least.ends)
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
-        """The one-stage problem without memory limits, weighed as S equal stages would be: a bound for every cut.
+        """The one-stage problem without memory limits, weighed as equal stages would be: a bound for every cut.
 
         That of a pipeline is also bounded unit by unit, since no unit can be cut in two."""
         step, is_cut = self.whole, mesh.num_stages > 1  # of one stage it is the answer too, where memory doesn't bind
@@ -160,14 +180,17 @@ class Trials:
         built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         if is_cut:
-            floor = fill(mesh, self.microbatches) * sum(self._least[mesh].seconds.values())
+            floor = self._fill(mesh) * sum(self._least[mesh].seconds.values())
             solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
         else:
             solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
         return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
 
     def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
-        return Term(fill(mesh, self.microbatches), (0,)), Term(1 / mesh.num_stages, (1,))
+        return Term(self._fill(mesh), (0,)), Term(1 / mesh.num_stages, (1,))
+
+    def _fill(self, mesh: Mesh) -> float:
+        return fill(mesh, self.microbatches, self.virtuals(mesh)[-1])
 
     def _alone(self, mesh: Mesh) -> Setting:
         """The setting of one stage without its pipeline."""
@@ -200,16 +223,16 @@ class Trials:
         """The fastest regardless of memory, where it fits: without recompute, since computing again saves no time."""
         if mesh.num_stages > 1 and not self._guess(mesh, relaxed).keeps_all:
             return None
-        cut, built = self._built(mesh, relaxed)
+        guess, built = self._built(mesh, relaxed)
         solution = self._unlimited(built, mesh, relaxed)
         if not solution.choice or not evaluate(built.problem, solution.choice).feasible:
             return None
-        found = self._lowered(mesh, cut, built, solution)
+        found = self._lowered(guess.mesh, guess.cut, built, solution)
         return found if max(found.peaks) <= self.capacity else None
 
     def fitted(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest within the memory; where there is none, the smallest is noted in `shortages`."""
-        cut, is_open = self._guess(mesh, relaxed).cut, self.pins.recompute is None and self.may_recompute
+        guess, is_open = self._guess(mesh, relaxed), self.pins.recompute is None and self.may_recompute
         solve: Callable[[Problem], Solution]
         if mesh.num_stages > 1:
             _, built = self._built(mesh, relaxed, "auto" if is_open else None)
@@ -221,25 +244,25 @@ class Trials:
             if is_open:
                 _, built = self._built(mesh, relaxed, "auto")
             solve = functools.partial(solve_shared, built, gap=GAP, near=near)
-        lowered = functools.partial(self._lowered, mesh, cut, built)
+        lowered = functools.partial(self._lowered, guess.mesh, guess.cut, built)
         room = UNSEEN * self.capacity if mesh.num_stages > 1 else 0.0  # of one stage the solver's bound counts
         fitting = Fitting(built, self.capacity, lowered, solve, room)
         found = fitting.fastest(relaxed.bound)
         if found is None and fitting.smallest is not None:
             smallest = functools.partial(lowered, fitting.smallest)
-            self.shortages.append((fitting.held(fitting.smallest), mesh, smallest))
+            self.shortages.append((fitting.held(fitting.smallest), guess.mesh, smallest))
         return found
 
-    def _built(self, mesh: Mesh, relaxed: Relaxed, recompute: str | None = None) -> tuple[Cut, BuiltProblem]:
-        """The cut of a mesh, and its problem with `recompute`, by default what pins ask for."""
-        cut = self._guess(mesh, relaxed).cut
+    def _built(self, mesh: Mesh, relaxed: Relaxed, recompute: str | None = None) -> tuple[Guess, BuiltProblem]:
+        """The guess for a mesh, and its problem with `recompute`, by default what pins ask for."""
+        guess = self._guess(mesh, relaxed)
         is_built = mesh.num_stages == 1 and self.pins.recompute is None and recompute is None
-        setting = relaxed.setting if is_built else self.setting(cut, mesh)
+        setting = relaxed.setting if is_built else self.setting(guess.cut, guess.mesh)
         assert isinstance(setting.allowed, PinRules)
         asked = setting if recompute is None else replace(setting, recompute=recompute)
-        built = relaxed.built if is_built else build_problem(self.skeletons.graph(cut), asked)
+        built = relaxed.built if is_built else build_problem(self.skeletons.graph(guess.cut), asked)
         require_all_matched(setting.allowed)
-        return cut, built
+        return guess, built
 
     def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
         """The problem of a cut model, whose stages take over the one-stage layouts that promise most."""
@@ -274,15 +297,15 @@ class Trials:
         ops = self.skeletons.keys(step, built.recomputed(solution.choice))
         again = (*ops, *self.skeletons.keys(step, built.moved_again(solution.choice)))
         recomputed = forward_globs(again, keep_out=set(self.skeletons.keys(step, built.kept(solution.choice))))
-        schedule, price, there = self._schedule(), prices(self.cluster, mesh), mesh.with_stages(len(likeness.kept))
+        price, there = prices(self.cluster, mesh), mesh.with_stages(len(likeness.kept))
 
         def made(graph: StepGraph) -> Pipeline:
             count, capacity = self.microbatches, int(self.capacity)
-            return lower(graph.copied(), everywhere, there, count, price, schedule, recomputed, capacity)
+            return lower(graph.copied(), everywhere, there, count, price, self._schedule(1), recomputed, capacity)
 
         growths = [Growth(made(each.step), each.follower, each.times) for each in self.skeletons.growths(cut)]
-        pipeline = made(step)
-        at = [*places(schedule, mesh.num_stages, self.microbatches, likeness)]
+        schedule = self._schedule(mesh.virtual)
+        counting = Counting(made(step), growths, schedule, mesh, self.microbatches, likeness)
         return Found(
             mesh=mesh,
             microbatches=self.microbatches,
@@ -294,9 +317,8 @@ class Trials:
             num_recomputed=len(ops),
             solution=solution,
             built=built,
-            pipeline=pipeline,
-            growths=growths,
-            counts=count(pipeline, growths, [at[stage] for stage in likeness.kept]),
+            counting=counting,
+            counts=counting.of([kind.rank for kind in built.setting.ranks.kinds]),
         )
 
     def _named_by_role(self, mesh: Mesh, step: StepGraph, choices: dict[str, Choice]) -> tuple[Mesh, dict[str, Choice]]:
@@ -311,31 +333,42 @@ class Trials:
         if share["dp"] >= share["tp"]:
             return mesh, choices
         swap = {"dp": "tp", "tp": "dp"}
-        renamed = Mesh(tuple((swap.get(name, name), size) for name, size in mesh.axes))
+        renamed = replace(mesh, axes=tuple((swap.get(name, name), size) for name, size in mesh.axes))
         return renamed, {
             key: tuple(replace(split, axis=swap.get(split.axis, split.axis)) for split in choice)
             for key, choice in choices.items()
         }
 
-    def _schedule(self) -> str:
+    def _schedule(self, virtual: int) -> str:
+        if virtual > 1:
+            return INTERLEAVED
         return "1f1b" if isinstance(self.step, TrainStep) else "forward"
 
-    def _guess(self, mesh: Mesh, relaxed: Relaxed) -> _Guess:
+    def _guess(self, mesh: Mesh, relaxed: Relaxed) -> Guess:
         if mesh not in self.guesses:
             self.guesses[mesh] = self._guessed(mesh, relaxed, self.capacity)
         return self.guesses[mesh]
 
-    def _guessed(self, mesh: Mesh, relaxed: Relaxed, capacity: float) -> _Guess:
+    def _guessed(self, mesh: Mesh, relaxed: Relaxed, capacity: float) -> Guess:
         """Of the fastest layouts; where memory binds, each stage may have leaner ones, memory having some price."""
         if not relaxed.solution.choice:
-            return _Guess(Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
-        best = self._put_together(mesh, [relaxed], capacity)
+            return Guess(mesh, Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
+        cuts = Cuts(
+            self.skeletons.units,
+            mesh,
+            self.microbatches,
+            capacity,
+            self.bounds.transfers_s(mesh),
+            self.virtuals(mesh),
+            self.may_recompute,
+            pinned_stages(self.pins, self.skeletons),
+        )
+        best = cuts.best_with(relaxed)
         if best.keeps_all or mesh.num_stages == 1:
             return best
-        bytes_s, known = relaxed.solution.objective / (mesh.num_stages * capacity), [relaxed]
+        bytes_s = relaxed.solution.objective / (mesh.num_stages * capacity)
         for part, stage in PRICES:
-            known.append(self._leaner(mesh, relaxed, part * bytes_s, stage))
-            without, best = best, self._put_together(mesh, known, capacity)
+            without, best = best, cuts.best_with(self._leaner(mesh, relaxed, part * bytes_s, stage))
             if math.isfinite(best.seconds) and best.seconds >= without.seconds:
                 break
         return best
@@ -357,44 +390,15 @@ class Trials:
         solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S)
         return replace(relaxed, solution=solution)
 
-    def _put_together(self, mesh: Mesh, known: Sequence[Relaxed], capacity: float) -> _Guess:
-        """The best cut, each stage in one of the layouts that are known."""
-        units, stages, count = self.skeletons.units, mesh.num_stages, self.microbatches
-        received, returned = self.bounds.transfers_s(mesh)
-        first, *others = (relaxed.layers(units, self.may_recompute, returned) for relaxed in known)
-        problem = CutProblem(
-            first,
-            stages,
-            count,
-            capacity,
-            in_flight_of(stages, count),
-            stage_seconds=(0.0, *[received] * (stages - 1)),
-            pinned=pinned_stages(self.pins, self.skeletons),
-            others=tuple(others),
-            once_seconds=tuple(relaxed.once_s / stages for relaxed in known),
-            mix_gain=MIX_GAIN,
-        )
-        # where the relaxed layouts need too much memory, the full problem decides whether others fit
-        fitting = cut_layers(problem)
-        found = fitting or cut_layers(replace(problem, capacity=math.inf))
-        assert found is not None
-        cut = Cut.from_boundaries(units, [sum(found.counts[:s]) for s in range(stages)], found.sets)
-        layouts = tuple(known[which] for which in found.sets)
-        if fitting is None:
-            return _Guess(cut, math.inf, False, layouts)
-        return _Guess(cut, found.objective, not any(found.points), layouts)
-
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:
         """What the graph of a cut is priced for, on the mesh of its own stages."""
         step, likeness = self.skeletons.graph(cut), self.skeletons.likeness(cut)
         price, allowed = prices(self.cluster, mesh), bind_pins(self.pins, step.graph, mesh)
-        stages, count = mesh.num_stages, self.microbatches
-        in_flight = in_flight_of(stages, count)
+        stages = mesh.num_stages
         return Setting(
             mesh=mesh.with_stages(len(likeness.kept)),
-            microbatches=count,
-            in_flight=tuple(in_flight[stage] for stage in likeness.kept),
-            stage_times=likeness.times,
+            microbatches=self.microbatches,
+            ranks=ranks_of(mesh, self.microbatches, likeness.like),
             capacity=self.capacity,
             compute=self._compute_s,
             resharder=Resharder(mesh, price),

@@ -95,12 +95,17 @@ def round_of(num_ranks: int, microbatches: int) -> int:
     As in torch's `ScheduleInterleaved1F1B`. Raises `PlanError` where no such rounds make up all microbatches.
     """
     rounds = max(1, microbatches // num_ranks)
-    if microbatches % rounds:
+    if not has_rounds(num_ranks, microbatches):
         raise PlanError(
             f"schedule {INTERLEAVED!r}: {microbatches} microbatches on {num_ranks} pipeline ranks can't be run in "
             f"{rounds} equal rounds; use a multiple of {num_ranks}, or of {rounds}"
         )
     return microbatches // rounds
+
+
+def has_rounds(num_ranks: int, microbatches: int) -> bool:
+    """Whether microbatches can be run in equal rounds of as many as ranks, or a little more."""
+    return microbatches % max(1, microbatches // num_ranks) == 0
 
 
 INTERLEAVED = "interleaved_1f1b"

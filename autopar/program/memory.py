@@ -98,19 +98,28 @@ def stage_peaks(
     pipeline: Pipeline, stage: int, optional: Mapping[str, Collection[Slot]] | None = None
 ) -> dict[Region, MemoryProfile]:
     """The peak in each call and layer of a whole step on a rank of `stage`, see `stage_peak`."""
-    program = pipeline.stages[stage]
-    plan = without_zeros(plan_steps(pipeline)[stage], _optional(program) if optional is None else optional)
-    return _StageWalk(pipeline, program, plan).peaks()
+    return peaks_in(pipeline, plan_steps(pipeline)[stage], optional)
 
 
-def _optional(program: StageProgram) -> dict[str, tuple[Slot, ...]]:
+def peaks_in(
+    pipeline: Pipeline, plan: StepPlan, optional: Mapping[str, Collection[Slot]] | None = None
+) -> dict[Region, MemoryProfile]:
+    """The same by a stage's planned step."""
+    program = pipeline.stages[plan.stage]
+    taken = without_zeros(plan, optional_of(program) if optional is None else optional)
+    return _StageWalk(pipeline, program, taken).peaks()
+
+
+def optional_of(program: StageProgram) -> dict[str, tuple[Slot, ...]]:
+    """Per part, the accumulators that its generated source takes as `None`."""
     if "optional" not in program.memo:
         program.memo["optional"] = {name: optional_slots(part) for name, part in program.parts.items()}
     found: dict[str, tuple[Slot, ...]] = program.memo["optional"]
     return found
 
 
-def _events(program: StageProgram, mesh: Mesh) -> dict[str, Events]:
+def events_of(program: StageProgram, mesh: Mesh) -> dict[str, Events]:
+    """What each part allocates and frees."""
     if ("events", mesh) not in program.memo:
         program.memo["events", mesh] = {name: part_events(part, mesh) for name, part in program.parts.items()}
     found: dict[str, Events] = program.memo["events", mesh]
@@ -292,7 +301,7 @@ class _StageWalk:
 
     def peaks(self) -> dict[Region, MemoryProfile]:
         mesh = self.pipeline.mesh.spmd
-        events = _events(self.program, mesh)
+        events = events_of(self.program, mesh)
         self.slots = self.plan.slots
         self._begin(mesh)
         calls = self.plan.calls

@@ -1,6 +1,6 @@
-"""From a step graph to the solver's problem: strategies per node, resharding prices per edge, memory per stage.
+"""From a step graph to the solver's problem: strategies per node, resharding prices per edge, memory per rank.
 
-Rows of costs: stage s at microbatch level is row s, at step level row S + s. One limit per moment of a stage.
+Rows of costs: stage s at microbatch level is row s, at step level row S + s. One limit per moment of a kind of ranks.
 
 Memory counted (bytes, per rank; see `held`): parameters and optimizer state at rest; parameters gathered for the whole
 step; gradients or their accumulators; forward values that the backward needs, times the microbatches in flight. The
@@ -38,6 +38,7 @@ from autopar.solve.costs import Compute, compute_costs, local_bytes
 from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
 from autopar.solve.modes import Mode, Modes, Wanted, is_forward, may_be_reused, modes_of, producer
 from autopar.solve.problem import Array
+from autopar.solve.ranks import Ranks
 
 Allowed = Callable[[Node, LeafRule, Choice], bool]
 
@@ -48,10 +49,8 @@ class Setting:
 
     mesh: Mesh
     microbatches: int
-    in_flight: tuple[int, ...]
-    """Microbatches whose activations a stage holds at once."""
-    stage_times: tuple[int, ...]
-    """How many stages of the pipeline each stage of the graph stands for."""
+    ranks: Ranks
+    """What the ranks of the pipeline have of its stages."""
     capacity: float
     """Bytes of one device that may be used."""
     compute: Compute
@@ -108,8 +107,8 @@ class BuiltProblem:
     """Its nodes as one layer has them."""
     nodes: list[Node]
     strategies: list[list[Strategy]]
-    limit_stages: tuple[int, ...]
-    """The stage of each limit."""
+    limit_ranks: tuple[int, ...]
+    """The kind of ranks of each limit, see `Ranks.kinds`."""
     moves: tuple[Moved, ...]
     """What moves on each edge."""
     setting: Setting
@@ -243,8 +242,8 @@ class _Builder:
             self.wanted = wanted_again(self.setting.recompute)
             self.modes = modes_of(self.step.graph, self.wanted)
         self._find_homes()
-        stages, microbatches = self.setting.mesh.num_stages, self.setting.microbatches
-        self.moments = moments_of(self.step.graph, stages, microbatches, self.modes)
+        ranks, microbatches = self.setting.ranks.kinds, self.setting.microbatches
+        self.moments = moments_of(self.step.graph, ranks, microbatches, self.modes)
         for node in self.step.graph.nodes:
             if node.op != "output" and node.target is not operator.getitem:
                 self._add_node(node)
@@ -255,7 +254,7 @@ class _Builder:
             tuple(self.nodes),
             self.graph_nodes,
             self.strategies,
-            tuple(moment.stage for moment in self.moments),
+            tuple(moment.rank for moment in self.moments),
             tuple(self.moves),
             self.setting,
             self.step,
@@ -504,7 +503,6 @@ class _Builder:
         holdings = Holdings(
             graph=self.step.graph,
             moments=self.moments,
-            in_flight=self.setting.in_flight,
             modes=self.modes,
             result_bytes=lambda node, item: self._bytes(node, item, _item(node, item), results=True),
             operand_bytes=lambda node, i: self._bytes(node, i, tensor_operands(node)[i].meta["val"], results=False),
@@ -531,13 +529,16 @@ class _Builder:
         return tuple(abstract.Limit(moment.name, self.setting.capacity) for moment in self.moments)
 
     def _objective(self) -> tuple[abstract.Term, ...]:
-        """1F1B: fill and drain once through all stages, the slowest stage for the other microbatches, one update."""
+        """1F1B: fill and drain once through all stages, the slowest stage for the other microbatches, one update; with
+        several stages a rank as in `solve.ranks`."""
         stages, count = self.setting.mesh.num_stages, self.setting.microbatches
         if stages == 1:
             return (abstract.Term(count, (0,)), abstract.Term(1.0, (1,)))
-        fill = tuple(abstract.Term(float(times), (s,)) for s, times in enumerate(self.setting.stage_times))
-        steady = abstract.Term(count - 1.0, tuple(range(stages)))
-        return (*fill, steady, abstract.Term(1.0, tuple(range(stages, 2 * stages))))
+        ranks = self.setting.ranks
+        fill = tuple(abstract.Term(times / ranks.virtual, (s,)) for s, times in enumerate(ranks.times))
+        steady = tuple(abstract.Term(weight, rows) for rows, weight in ranks.steady(count).items())
+        update = tuple(abstract.Term(1.0, tuple(stages + row for row in rows)) for rows in ranks.rounds)
+        return (*fill, *steady, *update)
 
 
 @functools.lru_cache(maxsize=4)

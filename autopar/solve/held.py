@@ -1,17 +1,19 @@
-"""What a stage holds at the moments when it may need most: the bytes behind the solver's memory limits.
+"""What a rank holds at the moments when it may need most: the bytes behind the solver's memory limits.
 
     for node, moment, per_strategy in Holdings(…).rows(): …
 
 Moments: the start of the backward, when all that was kept is there. With one microbatch there are no gradients then,
 and nothing is kept any more at the backward's end, when all gradients are there: two moments, between which one takes
 the other's place. With recompute, what is computed again for the last block of the stage is there at the start; a head
-after the blocks may be small, so the start of the block before it is a moment of its own.
+after the blocks may be small, so the start of the block before it is a moment of its own. A rank with several stages
+has these moments for each of them, while it holds what it holds of the others.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
@@ -21,6 +23,7 @@ from autopar.joint import forward_twin
 from autopar.rules.nodes import is_view, node_argument, tensor_operands
 from autopar.solve.modes import Mode, Modes, is_forward, producer
 from autopar.solve.problem import Array, Problem
+from autopar.solve.ranks import Owned, RankKind
 
 Row = tuple[Node, int, Array]
 """A node, the index of a moment, and bytes per strategy."""
@@ -30,27 +33,40 @@ Row = tuple[Node, int, Array]
 class Moment:
     """The start of the backward of `block`, what `freed` kept being gone; or the end of the stage's backward."""
 
+    rank: int
+    """Which kind of ranks."""
+    stages: Mapping[int, Owned]
+    """What these have and hold."""
     stage: int
+    """Of those, the one whose backward it is."""
     name: str
     block: str = ""
     freed: str | None = None
     has_activations: bool = True
     has_gradients: bool = True
 
+    def held(self, stage: int, block: str = "") -> int:
+        """Microbatches of which what `block` keeps on a stage is there."""
+        if stage not in self.stages or not self.has_activations:
+            return 0
+        return self.stages[stage].held - (stage == self.stage and self.freed == block)
 
-def moments_of(graph: Graph, num_stages: int, microbatches: int, modes: Modes | None) -> list[Moment]:
-    """The moments of each stage, in order."""
+
+def moments_of(graph: Graph, ranks: Sequence[RankKind], microbatches: int, modes: Modes | None) -> list[Moment]:
+    """The moments of each kind of ranks, in order."""
     has_backward = any(n.op == "call_function" and n.meta["phase"] == "backward" for n in graph.nodes)
     found: list[Moment] = []
-    for stage in range(num_stages):
+    for (rank, kind), stage in ((each, stage) for each in enumerate(ranks) for stage in each[1].stages):
         name, both = f"stage {stage}", microbatches > 1 or not has_backward
+        name = name if len(kind.stages) == 1 else f"rank {kind.rank} {name}"
+        moment = functools.partial(Moment, rank, kind.stages, stage)
         nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
         last, *before = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
-        found.append(Moment(stage, name, last, has_gradients=both))
+        found.append(moment(name, last, has_gradients=both))
         if last == "after" and before:
-            found.append(Moment(stage, f"{name} {before[0]}", before[0], freed=last, has_gradients=both))
+            found.append(moment(f"{name} {before[0]}", before[0], freed=last, has_gradients=both))
         if not both:
-            found.append(Moment(stage, f"{name} end", has_activations=False))
+            found.append(moment(f"{name} end", has_activations=False))
     return found
 
 
@@ -61,8 +77,6 @@ class Holdings:
 
     graph: Graph
     moments: list[Moment]
-    in_flight: tuple[int, ...]
-    """Microbatches whose activations a stage holds at once."""
     modes: Modes | None
     result_bytes: Callable[[Node, int], Array]
     operand_bytes: Callable[[Node, int], Array]
@@ -86,16 +100,22 @@ class Holdings:
 
     def _always(self, node: Node, count: Array | float = 1.0) -> Iterator[Row]:
         for index, moment in enumerate(self.moments):
-            if moment.stage == node.meta["stage"]:
-                yield node, index, self.result_bytes(node, 0) * count
+            if node.meta["stage"] in moment.stages:
+                own = moment.stages[node.meta["stage"]].count
+                yield node, index, self.result_bytes(node, 0) * count * own
 
     # -- gradients ---------------------------------------------------------------------------------------------
     def _gradients(self) -> Iterator[Row]:
         for base in dict.fromkeys(base_of(value) for value in self._gradient_values()):
+            stage = base.meta["stage"]
             for index, moment in enumerate(self.moments):
-                is_there = moment.has_gradients or (self.modes is not None and moment.freed == self.modes.block[base])
-                if moment.stage == base.meta["stage"] and is_there:
-                    yield self._row(base, index)
+                if stage in moment.stages and (moment.has_gradients or self._is_early(base, moment)):
+                    yield self._row(base, index, moment.stages[stage].count)
+
+    def _is_early(self, gradient: Node, moment: Moment) -> bool:
+        """Whether it is there at a moment that comes after its own block's backward."""
+        is_here = moment.stage == gradient.meta["stage"]
+        return is_here and self.modes is not None and moment.freed == self.modes.block[gradient]
 
     def _gradient_values(self) -> Iterator[Node]:
         """What the backward leaves to the update: accumulators, or the gradients of the only microbatch."""
@@ -119,8 +139,8 @@ class Holdings:
 
     def _during(self, value: Node, stage: int) -> Iterator[Row]:
         for index, moment in enumerate(self.moments):
-            if moment.stage == stage and moment.has_activations:
-                yield self._row(value, index, self.in_flight[stage])
+            if held := moment.held(stage):
+                yield self._row(value, index, held)
 
     def _row(self, value: Node, index: int, count: float = 1.0) -> Row:
         node, item = producer(value)
@@ -131,9 +151,8 @@ class Holdings:
         stage, value = relay.meta["stage"], producer(node_argument(relay, 0))[0]
         block = self.modes.block[value] if self.modes is not None else ""
         for index, moment in enumerate(self.moments):
-            if moment.stage == stage and moment.has_activations:
-                count = self.in_flight[stage] - (moment.freed == block)
-                yield relay, index, self.result_bytes(relay, 0) * self.is_reused(relay) * count
+            if held := moment.held(stage, block):
+                yield relay, index, self.result_bytes(relay, 0) * self.is_reused(relay) * held
 
     # -- with recompute ----------------------------------------------------------------------------------------
     def _by_mode(self, node: Node, modes: Modes) -> Iterator[Row]:
@@ -141,14 +160,14 @@ class Holdings:
         block, stage = modes.block[node], node.meta["stage"]
         received = [i for i, value in enumerate(tensor_operands(node)) if self._is_received(value, node, modes)]
         for index, moment in enumerate(self.moments):
-            if moment.stage != stage or not moment.has_activations:
+            if stage not in moment.stages or not moment.has_activations:
                 continue
-            count = kept * (self.in_flight[stage] - (moment.freed == block))
-            count = count + again * (moment.block == block and not is_view(node))
+            is_open = moment.stage == stage and moment.block == block
+            count = kept * moment.held(stage, block) + again * (is_open and not is_view(node))
             for item in sorted(modes.items[node]):
                 yield node, index, self.result_bytes(node, item) * count
             for i in received:
-                yield node, index, self.operand_bytes(node, i) * again * self.in_flight[stage]
+                yield node, index, self.operand_bytes(node, i) * again * moment.held(stage)
 
     def _is_received(self, value: Node, reader: Node, modes: Modes) -> bool:
         """Whether another stage makes `value`, and this one needs it later only to compute `reader` again."""

@@ -32,6 +32,7 @@ from autopar.solve.build import BuiltProblem, Setting, build_problem
 from autopar.solve.layers_apart import restricted, solve_modes
 from autopar.solve.modes import Mode, is_forward, modes_of, producer
 from autopar.solve.problem import Edge, Problem, brute_force, evaluate
+from autopar.solve.ranks import ranks_of
 from autopar.solve.search import solve
 from tests.virtual.random_plans import wrong
 from tests.virtual.step_models import GPT, momentum, step_of, token_batch
@@ -78,12 +79,10 @@ def budget(share: float) -> float:
 
 
 def setting_of(step: TrainStep, mesh: Mesh, recompute: str = "auto") -> Setting:
-    stages = mesh.num_stages
     return Setting(
         mesh=mesh,
         microbatches=step.microbatches,
-        in_flight=tuple(min(stages - s, step.microbatches) for s in range(stages)),
-        stage_times=(1,) * stages,
+        ranks=ranks_of(mesh, step.microbatches, range(mesh.num_stages)),
         capacity=1e15,
         compute=lambda flops, num_bytes, dtype: flops * 1e-9 + num_bytes * 1e-8,
         resharder=Resharder(mesh, price),

@@ -1,0 +1,114 @@
+"""What the best plan of a pipeline may take: units' costs in relaxed layouts, put together on stages.
+
+    cuts = Cuts(units, mesh, microbatches, capacity, transfers_s, virtuals=(1, 2, 3), may_recompute=True)
+    guess = cuts.best_with(relaxed)             # … and again with leaner layouts, where memory binds
+
+How many stages a rank has is settled here: more of them fill the pipeline sooner and send more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.layers import Cut
+from autopar.mesh import Mesh
+from autopar.relaxed import Relaxed
+from autopar.solve.ranks import in_flight_of
+from autopar.solve.rounds import RoundCuts
+from autopar.solve.stages import CutProblem, Layer, cut_layers
+
+MIX_GAIN = 2e-3
+"""What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What units cost and hold in the relaxed layouts, put together: the cut, seconds of a step (infinite where it
+    doesn't fit), and whether it fits with nothing computed again."""
+
+    mesh: Mesh
+    """With as many stages a rank as is best."""
+    cut: Cut
+    seconds: float
+    keeps_all: bool
+    layouts: tuple[Relaxed, ...]
+    """Where those of each stage are from."""
+
+
+@dataclass(slots=True)
+class Cuts:
+    """The cuts of a mesh's pipeline, in the layouts that are known of it by now."""
+
+    units: tuple[str, ...]
+    mesh: Mesh
+    microbatches: int
+    capacity: float
+    transfers_s: tuple[float, float]
+    """What a stage takes to get values from the one before it, and gradients from the one after it."""
+    virtuals: Sequence[int]
+    """How many stages each rank may have, rising."""
+    may_recompute: bool
+    pinned: tuple[int | None, ...] = ()
+    """See `CutProblem`."""
+    known: list[Relaxed] = field(default_factory=list)
+    layers: list[tuple[Layer, ...]] = field(default_factory=list)
+    """In each of these layouts."""
+    in_rounds: Guess | None = None
+    """The best with several stages a rank."""
+
+    def best_with(self, relaxed: Relaxed) -> Guess:
+        """The best cut where stages may have these layouts, too."""
+        self.known.append(relaxed)
+        self.layers.append(relaxed.layers(self.units, self.may_recompute, self.transfers_s[1]))
+        found = [] if self.in_rounds is None else [self.in_rounds]
+        found += self._cut_in_rounds(relaxed, self.layers[-1])
+        if found:
+            self.in_rounds = min(found, key=lambda guess: guess.seconds)
+        if self.virtuals[0] > 1:
+            assert self.in_rounds is not None
+            return self.in_rounds
+        once = self._cut_once()
+        return once if self.in_rounds is None or once.seconds <= self.in_rounds.seconds else self.in_rounds
+
+    def _cut_in_rounds(self, relaxed: Relaxed, layers: Sequence[Layer]) -> Iterator[Guess]:
+        """The best cuts into several stages a rank, all in the same layouts."""
+        ranks = self.mesh.num_stages
+        cuts, once_s = RoundCuts(layers, ranks, self.transfers_s[0]), relaxed.once_s / ranks
+        for virtual in (virtual for virtual in self.virtuals if virtual > 1):
+            found = cuts.cut(virtual, self.microbatches, self.capacity)
+            firsts = [sum(found.counts[:stage]) for stage in range(len(found.counts))]
+            yield Guess(
+                mesh=replace(self.mesh, virtual=virtual),
+                cut=Cut.from_boundaries(self.units, firsts),
+                seconds=found.objective + once_s,
+                keeps_all=math.isfinite(found.objective) and not any(found.points),
+                layouts=(relaxed,) * len(firsts),
+            )
+
+    def _cut_once(self) -> Guess:
+        """The best cut into one stage a rank, each stage in one of the layouts that are known."""
+        stages, count = self.mesh.num_stages, self.microbatches
+        first, *others = self.layers
+        problem = CutProblem(
+            first,
+            stages,
+            count,
+            self.capacity,
+            in_flight_of(stages, count),
+            stage_seconds=(0.0, *[self.transfers_s[0]] * (stages - 1)),
+            pinned=self.pinned,
+            others=tuple(others),
+            once_seconds=tuple(relaxed.once_s / stages for relaxed in self.known),
+            mix_gain=MIX_GAIN,
+        )
+        # where the relaxed layouts need too much memory, the full problem decides whether others fit
+        fitting = cut_layers(problem)
+        found = fitting or cut_layers(replace(problem, capacity=math.inf))
+        assert found is not None
+        cut = Cut.from_boundaries(self.units, [sum(found.counts[:s]) for s in range(stages)], found.sets)
+        layouts = tuple(self.known[which] for which in found.sets)
+        if fitting is None:
+            return Guess(self.mesh, cut, math.inf, False, layouts)
+        return Guess(self.mesh, cut, found.objective, not any(found.points), layouts)

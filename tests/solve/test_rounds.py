@@ -1,0 +1,121 @@
+"""Several stages a rank: step times against the schedule's simulation, what ranks hold, cuts against all of them."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.program.actions import Action
+from autopar.program.generators import interleaved_1f1b, make_schedule
+from autopar.program.schedule import simulate
+from autopar.solve.ranks import Owned, in_flight_of, ranks_of
+from autopar.solve.rounds import RoundCuts, least_s
+from autopar.solve.stages import Layer, Point
+
+SIZES = [(2, 1, 4), (2, 2, 4), (4, 2, 16), (4, 3, 12), (8, 4, 32)]
+"""(ranks, stages of each, microbatches)"""
+
+
+def modelled_s(stage_s, num_ranks, virtual, microbatches):
+    """The step by the formula, each stage standing for itself."""
+    ranks = ranks_of(Mesh((("pp", num_ranks),), virtual), microbatches, range(len(stage_s)))
+    steady = sum(times * max(stage_s[s] for s in stages) for stages, times in ranks.steady(microbatches).items())
+    return steady + sum(stage_s) / virtual
+
+
+def simulated_s(stage_s, num_ranks, virtual, microbatches):
+    name = "1f1b" if virtual == 1 else "interleaved_1f1b"
+    durations = {
+        f"{s}{kind}": each * part for s, each in enumerate(stage_s) for kind, part in (("F", 1 / 3), ("B", 2 / 3))
+    }
+    return simulate(make_schedule(name, num_ranks, microbatches, virtual), durations).span_s
+
+
+@pytest.mark.parametrize(("p", "v", "m"), SIZES)
+def test_equal_stages_take_what_the_simulation_says(p, v, m):
+    equal = [1.0] * (p * v)
+    assert math.isclose(modelled_s(equal, p, v, m), m * v + p - 1)
+    assert math.isclose(modelled_s(equal, p, v, m), simulated_s(equal, p, v, m))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), SIZES)
+def test_a_head_that_takes_longer(p, v, m):
+    with_head = [1.0] * (p * v - 1) + [1.5]
+    assert math.isclose(modelled_s(with_head, p, v, m), simulated_s(with_head, p, v, m))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [sizes for sizes in SIZES if sizes[1] > 1])
+def test_unequal_stages_take_no_more_than_rounds_of_the_slowest(p, v, m):
+    """Ranks that are slow in different rounds make up for each other in part."""
+    rng = random.Random(p * v * m)
+    for _ in range(5):
+        stage_s = [rng.choice([0.6, 1.0, 1.2]) for _ in range(p * v)]
+        simulated = simulated_s(stage_s, p, v, m)
+        assert 0.95 * simulated <= modelled_s(stage_s, p, v, m) <= 1.35 * simulated
+
+
+@pytest.mark.parametrize(("p", "v", "m"), SIZES)
+def test_what_stages_hold_when_their_rank_holds_most(p, v, m):
+    """Counted along the rows of the schedule."""
+    held = in_flight_of(p, m, v)
+    for rank, row in enumerate(make_schedule("1f1b" if v == 1 else "interleaved_1f1b", p, m, v)):
+        now, most = [0] * (p * v), [0] * (p * v)
+        for action in map(Action.parse, row):
+            now[action.stage] += {"F": 1, "B": -1}[action.kind]
+            most = list(now) if sum(now) > sum(most) else most
+        assert [held[stage] for stage in range(rank, p * v, p)] == most[rank::p]
+
+
+def test_ranks_of_stages_that_stand_for_others():
+    """Six stages on two ranks, of which the second stands for those between the first and the last."""
+    ranks = ranks_of(Mesh.parse("pp=2 virtual=3"), 4, (0, 1, 1, 1, 1, 2))
+    assert [kind.rank for kind in ranks.kinds] == [0, 1] and ranks.like == (0, 1)
+    assert ranks.kinds[0].stages == {0: Owned(1, 3), 1: Owned(2, 4)}
+    assert ranks.kinds[1].stages == {1: Owned(2, 4), 2: Owned(1, 1)}
+    assert ranks.rounds == ((0, 1), (1,), (1, 2)) and ranks.times == (1, 4, 1)
+
+
+# -- cuts ----------------------------------------------------------------------------------------------------------
+def layers_of(seconds, cut_s=0.0):
+    return [Layer((Point(each, 1.0, 2.0), Point(each * 4 / 3, 1.0, 0.5)), cut_s) for each in seconds]
+
+
+@pytest.mark.parametrize("sent_s", [0.0, 0.3])
+def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
+    rng = random.Random(1)
+    for p, v, size in [(2, 2, 7), (2, 3, 8), (3, 2, 8)]:
+        seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(size)]
+        cuts = RoundCuts(layers_of(seconds, sent_s), p, sent_s / 2)
+        found, points = cuts.cut(v, 6, math.inf), [0] * size
+        assert len(found.counts) == p * v and min(found.counts) > 0 and sum(found.counts) == size
+        best = math.inf
+        for at in itertools.combinations(range(1, size), p * v - 1):
+            counts = [b - a for a, b in itertools.pairwise((0, *at, size))]
+            best = min(best, cuts.step_s(counts, points, 6))
+        assert best <= found.objective <= best * 1.01
+        assert least_s(seconds, (sent_s / 2, sent_s), 0.0, p, [v], 6) == pytest.approx(best)
+        assert least_s(seconds, (sent_s / 2, sent_s), 0.1, p, [v], 6) == pytest.approx(best - 0.1 * (6 * v - 1 + p))
+        assert least_s(seconds, (sent_s / 2, sent_s), 0.0, p, [1, v], 6) <= best
+
+
+def test_rounds_are_alike_where_time_is_equal():
+    assert RoundCuts(layers_of([1.0] * 12), 2).cut(3, 6, math.inf).counts == (2,) * 6
+
+
+def test_leaner_points_where_a_rank_is_full():
+    """Rank 0 of two holds 3 + 1 microbatches of its two stages of two layers, rank 1 the others 2 + 1."""
+    cuts = RoundCuts(layers_of([1.0] * 8), 2)
+    held = in_flight_of(2, 4, 2)
+    assert held == (3, 2, 2, 1)
+    need = [sum(2 * (1.0 + held[stage] * 2.0) for stage in (rank, rank + 2)) for rank in (0, 1)]
+    assert need == [24.0, 16.0]
+    free, tight, none = (cuts.cut(2, 4, capacity) for capacity in (24.0, 20.0, 8.0))
+    assert not any(free.points) and math.isfinite(free.objective)
+    assert sum(tight.points) == 1 and tight.points.index(1) < 2 and tight.objective > free.objective
+    assert none.objective == math.inf
+
+
+def test_interleaved_rows_are_those_of_ranks():
+    assert {Action.parse(text).stage for text in interleaved_1f1b(3, 2, 6)[1]} == {1, 4}

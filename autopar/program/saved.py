@@ -5,8 +5,8 @@
 
     out/plan.json               the plan
         program.json            format version, mesh, slots, values, transfers, batch, scalars, param groups, aliases
-        schedule.txt            one line of actions per stage
-        stage_0.py, …           the source of each stage
+        schedule.txt            one line of actions per pipeline rank
+        stage_0.py, …           the source of each stage, or of all the stages of the rank that has it
         constants.safetensors   tensors that the source reads (where there are any)
         recipe.json             how the initial weights are made
 

@@ -73,6 +73,7 @@ def pins_of(row: dict[str, Any]) -> list[str]:
     """The published degrees; "selective" recompute is left to the solver."""
     pins = [f"{axis}={row[axis]}" for axis in ("pp", "dp", "tp")]
     pins += [f"zero={row['zero']}"] if row["dp"] > 1 else []
+    pins += [f"virtual={row['virtual_stages']}"] if row["pp"] > 1 else []
     return pins + ([] if row["recompute"] == "selective" else [f"recompute={row['recompute']}"])
 
 

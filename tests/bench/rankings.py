@@ -173,8 +173,8 @@ def skeletons_of(model: str, rows: int, microbatches: int) -> Skeletons:
 
 
 def seconds(ranking: Ranking, run: Run) -> float:
-    """A step of one plan."""
-    cluster, pins = parse_cluster(ranking.cluster), parse_pins(run.pins)
+    """A step of one plan; pipelines have one stage a rank."""
+    cluster, pins = parse_cluster(ranking.cluster), parse_pins([run.pins, "virtual=1"])
     count = run.microbatches or ranking.microbatches
     skeletons = skeletons_of(ranking.model, ranking.batch // count, count)
     mesh = Mesh(tuple((axis, pins.axes.get(axis, 1)) for axis in ("pp", "dp", "tp")))

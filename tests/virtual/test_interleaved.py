@@ -108,6 +108,28 @@ def test_a_saved_program_is_the_same(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").glob("stage_*")) == ["stage_0.py", "stage_1.py"]
 
 
+class Perceptron(nn.Module):
+    """As much work in each layer as makes what is sent between stages cheap."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(10))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def test_the_search_finds_how_many_stages_a_rank_are_best():
+    step = TrainStep(Perceptron(), {"x": torch.zeros(4096, 256)}, microbatches=4)
+    free, once = (plan(step, "2xcpu", pin=f"pp=2{more}") for more in ("", ", virtual=1"))
+    assert free.mesh.virtual > 1 and free.estimate.objective_s < 0.97 * once.estimate.objective_s
+    assert free.estimate.bubble_fraction < 0.7 * once.estimate.bubble_fraction
+    assert free.estimate.bound_s <= once.estimate.bound_s  # it holds for one stage a rank, too
+    assert [str(row.mesh) for row in free.candidates if row.status == "chosen"] == [str(free.mesh)]
+
+
 @pytest.mark.parametrize(("pins", "message"), [
     ("pp=1, virtual=2", "a pin asks for 2 stages a rank, but the mesh has no pipeline"),
     ("pp=2, virtual=3, microbatches=2", "6 stages, but 5 units to cut between"),

@@ -10,8 +10,8 @@ be lowered differently for what is next to them, and one between, which stands f
 stages, the first, the last, and one between).
 
 Of many stages few are there, too: the first, the last, and of those between the first of each kind (by how many layers
-they have, and by the cut's kinds), which stands for all of its kind. So it is where values pass from neighbour to
-neighbour only, and stages have layers enough; otherwise all stages are there.
+they have, and by the cut's kinds), which stands for all of its kind, and as many more as it takes to have layers
+enough. So it is where values pass from neighbour to neighbour only; otherwise all stages are there.
 """
 
 from __future__ import annotations
@@ -207,13 +207,14 @@ def _alike(runs: tuple[Run, ...], cut: Cut) -> Likeness:
     kinds = [(kind, *(_kind(runs, u) for u in units)) for kind, units in zip(chosen, _units_by_stage(cut), strict=True)]
     last = cut.num_stages - 1
     firsts = {kinds[stage]: stage for stage in reversed(range(1, last))}
-    kept = sorted({0, *firsts.values(), last})
-    there = [sum(set(_stages(run, number, cut)) <= set(kept) for number in range(run.count)) for run in runs]
-    if any(count < len(run.kept) for run, count in zip(runs, there, strict=True)):
-        return Likeness.none(cut.num_stages)  # so few periods can't be had
-    return Likeness(
-        tuple(kept), tuple(kept.index(s if s in (0, last) else firsts[kind]) for s, kind in enumerate(kinds))
-    )
+    there = {0, *firsts.values(), last}
+    for run in runs:  # so few periods can't be had: some stages more stand for themselves
+        homes = [set(_stages(run, number, cut)) for number in range(run.count)]
+        others = (home for home in homes if not home <= there)
+        while sum(home <= there for home in homes) < len(run.kept):
+            there |= next(others)
+    kept = sorted(there)
+    return Likeness(tuple(kept), tuple(kept.index(s if s in there else firsts[kind]) for s, kind in enumerate(kinds)))
 
 
 def _kind(runs: tuple[Run, ...], unit: str) -> tuple[str, int]:

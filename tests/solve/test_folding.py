@@ -414,11 +414,21 @@ def test_an_axis_longer_than_every_factor_shares_no_work() -> None:
     assert bounds.least_s(even) == bounds.least_s(Mesh.parse("pp=1 tp=8 dp=8"))
 
 
-def test_a_stage_of_one_layer_each_stands_for_itself() -> None:
-    skeletons = skeletons_of(chain_step(Chain(layers=8), is_folded=True))
+class Straight(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_of_stages_of_one_layer_each_as_many_are_there_as_layers_are_wanted() -> None:
+    skeletons = skeletons_of(chain_step(Straight(layers=8), is_folded=True))
     count = len(skeletons.units)
-    every = skeletons.likeness(Cut.from_boundaries(skeletons.units, list(range(count))))
-    assert every.kept == tuple(range(count))  # of three stages there wouldn't be four layers
+    found = skeletons.likeness(Cut.from_boundaries(skeletons.units, list(range(count))))
+    (run,) = skeletons.folded.runs
+    layers = [stage for stage in found.kept if skeletons.units[stage].startswith("blocks")]
+    assert len(layers) == len(run.kept) < 8 and found.kept[0] == 0 and found.kept[-1] == count - 1
+    assert max(found.times) == count - len(found.kept) + 1  # one stands for all others
 
 
 class Headed(nn.Module):

@@ -35,6 +35,7 @@ from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.modes import is_forward
+from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_repeated_first, solve_shared
@@ -220,7 +221,7 @@ class Trials:
             near = built.picked(solution.choice) if solution.choice else ()
             if is_open:
                 _, built = self._built(mesh, relaxed, "auto")
-            solve = functools.partial(solve_shared, built, gap=GAP, near=near)
+            solve = Within(built, relaxed.bound, near).solve
         lowered = functools.partial(self._lowered, mesh, cut, built)
         room = UNSEEN * self.capacity if mesh.num_stages > 1 else 0.0  # of one stage the solver's bound counts
         fitting = Fitting(built, self.capacity, lowered, solve, room)
@@ -330,7 +331,7 @@ class Trials:
         if not relaxed.solution.choice:
             return _Guess(Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
         best = self._put_together(mesh, [relaxed], capacity)
-        if best.keeps_all or mesh.num_stages == 1:
+        if best.keeps_all or (mesh.num_stages == 1 and math.isfinite(best.seconds)):
             return best
         bytes_s, known = relaxed.solution.objective / (mesh.num_stages * capacity), [relaxed]
         for part, stage in PRICES:
@@ -354,7 +355,7 @@ class Trials:
                 node = replace(node, cost=node.cost + price * held / weights[node.row])
             nodes.append(node)
         priced = replace(problem, nodes=tuple(nodes))
-        solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S)
+        solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=0.0)
         return replace(relaxed, solution=solution)
 
     def _put_together(self, mesh: Mesh, known: Sequence[Relaxed], capacity: float) -> _Guess:

@@ -36,7 +36,8 @@ PATIENCE_S = 60.0
 LARGEST_LINEAR_PROGRAM = 50_000
 SIMPLEX_STEPS = 12_000
 """After these a linear program is left to messages, which prove less in less time."""
-LARGEST_INTEGER_PROGRAM = 150_000
+INTEGERS_PER_S = 5_000
+"""Variables for each second of CP-SAT that is left: in a larger program it finds nothing."""
 
 
 @dataclass(slots=True)
@@ -237,7 +238,7 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         priced, reach = found, min(reach, state.wanted)
         if state.is_enough(_safe(priced.bound - model.loss)):
             return min(reach, _safe(priced.bound - model.loss))
-        if flow.size >= SHRINK * size and flow.size > LARGEST_INTEGER_PROGRAM:
+        if flow.size >= SHRINK * size and flow.size > INTEGERS_PER_S * state.deterministic_s:
             return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size:
             return min(reach, _integers(state, flow, priced, reach))

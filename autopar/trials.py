@@ -331,7 +331,7 @@ class Trials:
         if not relaxed.solution.choice:
             return _Guess(Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
         best = self._put_together(mesh, [relaxed], capacity)
-        if best.keeps_all or (mesh.num_stages == 1 and math.isfinite(best.seconds)):
+        if best.keeps_all or mesh.num_stages == 1:  # of one stage `solve.priced` finds others
             return best
         bytes_s, known = relaxed.solution.objective / (mesh.num_stages * capacity), [relaxed]
         for part, stage in PRICES:

@@ -55,6 +55,8 @@ class State:
     """A bound that is known from elsewhere."""
     choice: tuple[int, ...] | None = None
     objective: float = math.inf
+    is_too_large: bool = False
+    """Whether what is left under some reach was too large for CP-SAT: under a farther one more is left."""
 
     def offer(self, choice: Sequence[int]) -> float:
         """Keeps `choice` when it is the best so far and fits; returns its true objective (infinite if it breaks)."""
@@ -70,7 +72,8 @@ class State:
 
     def is_enough(self, bound: float) -> bool:
         """Whether no better bound is needed, or can be waited for."""
-        return self.is_closed(bound) or bound >= self.cutoff or self.is_spent
+        is_over = self.is_spent or (self.is_too_large and self.choice is not None)
+        return self.is_closed(bound) or bound >= self.cutoff or is_over
 
     @property
     def wanted(self) -> float:
@@ -239,6 +242,7 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         if state.is_enough(_safe(priced.bound - model.loss)):
             return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size and flow.size > INTEGERS_PER_S * state.deterministic_s:
+            state.is_too_large = True
             return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size:
             return min(reach, _integers(state, flow, priced, reach))

@@ -199,13 +199,13 @@ class _Search:
         for mesh in self._meshes(trials):
             self._push(_Open(mesh, self.counts[0], trials.bounds.least_s(mesh)))
         while self.queue:
-            _, _, each = heapq.heappop(self.queue)
+            each = self._next()
             reason = self._why_cut(each)
             if reason:
                 self._cut(each, reason)
                 if not each.looks:
                     self._push_next(each)
-            elif not each.is_bounded and (self.queue or each.count < self.counts[-1]):
+            elif not self._is_late and not each.is_bounded and (self.queue or each.count < self.counts[-1]):
                 self._bound(each)
             elif each.relaxed is None:
                 self._relax(each)
@@ -219,7 +219,7 @@ class _Search:
 
     def _why_cut(self, each: _Open) -> str:
         """Why it isn't looked at any closer; empty where it is."""
-        if self.found and time.perf_counter() > self.deadline:
+        if self.found and self._is_late:
             return "time ran out"
         if each.bound >= self._cutoff:
             return "its bound is no better than the best plan"
@@ -228,6 +228,20 @@ class _Search:
         if each.relaxed is not None and each.mesh.num_stages > 1 and not each.relaxed.solution.choice:
             return "its relaxed problem wasn't solved in time"
         return ""
+
+    @property
+    def _is_late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def _next(self) -> _Open:
+        """What promises most; once time has run out, the best guess."""
+        guessed = [entry for entry in self.queue if math.isfinite(entry[2].guess) and entry[2].relaxed is not None]
+        if not guessed or not self._is_late:
+            return heapq.heappop(self.queue)[2]
+        best = min(guessed, key=lambda entry: entry[2].guess)
+        self.queue.remove(best)
+        heapq.heapify(self.queue)
+        return best[2]
 
     # -- a closer look -----------------------------------------------------------------------------------------
     def _push(self, each: _Open) -> None:

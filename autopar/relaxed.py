@@ -6,6 +6,7 @@ relaxed.layers(units)           # what each unit costs and holds, kept or comput
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,11 @@ from torch.fx import Node
 from autopar.capture.runs import Repeats
 from autopar.layers import blocks_of, homes_of
 from autopar.mesh import PIPELINE_AXIS, Mesh
-from autopar.rules.nodes import is_view, op_name
+from autopar.rules.nodes import is_view, node_argument, op_name
 from autopar.solve.build import BuiltProblem, Setting, Strategy, left_layout
 from autopar.solve.costs import HEAVY, local_bytes
 from autopar.solve.held import is_parameter, is_step_relay
-from autopar.solve.modes import is_forward
+from autopar.solve.modes import is_forward, producer
 from autopar.solve.problem import Solution, evaluate
 from autopar.solve.stages import Layer, Point
 
@@ -141,9 +142,15 @@ def _unit_by_path(node: Node, where: dict[str, int]) -> int | None:
 
 
 def _brought(nodes: list[Node], unit: dict[Node, int]) -> Iterator[tuple[Node, int]]:
-    """Each forward value, and a unit other than its own whose forward reads it."""
+    """Each forward value, and a unit other than its own whose forward reads it, through views and relays too."""
+    found: dict[tuple[Node, int], None] = {}
     for node in nodes:
-        if not is_forward(node) or is_step_relay(node) or is_parameter(node) or is_view(node):
+        if not is_forward(node) or is_step_relay(node) or is_parameter(node):
             continue
-        readers = {unit[user] for user in node.users if user in unit and is_forward(user)}
-        yield from ((node, reader) for reader in sorted(readers - {unit[node]}))
+        value = node
+        while value.op == "call_function" and value.target is not operator.getitem and is_view(value):
+            value = node_argument(value, 0)
+        if value.op == "call_function":
+            readers = {unit[user] for user in node.users if user in unit and is_forward(user)}
+            found |= dict.fromkeys((value, reader) for reader in sorted(readers - {unit[producer(value)[0]]}))
+    yield from found

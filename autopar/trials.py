@@ -37,6 +37,7 @@ from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.modes import is_forward
+from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.ranks import in_flight_of, may_interleave, ranks_of
 from autopar.solve.search import TIME_LIMIT_S
@@ -243,7 +244,7 @@ class Trials:
             near = built.picked(solution.choice) if solution.choice else ()
             if is_open:
                 _, built = self._built(mesh, relaxed, "auto")
-            solve = functools.partial(solve_shared, built, gap=GAP, near=near)
+            solve = Within(built, relaxed.bound, near).solve
         lowered = functools.partial(self._lowered, guess.mesh, guess.cut, built)
         room = UNSEEN * self.capacity if mesh.num_stages > 1 else 0.0  # of one stage the solver's bound counts
         fitting = Fitting(built, self.capacity, lowered, solve, room)
@@ -364,7 +365,7 @@ class Trials:
             pinned_stages(self.pins, self.skeletons),
         )
         best = cuts.best_with(relaxed)
-        if best.keeps_all or mesh.num_stages == 1:
+        if best.keeps_all or mesh.num_stages == 1:  # of one stage `solve.priced` finds others
             return best
         bytes_s = relaxed.solution.objective / (mesh.num_stages * capacity)
         for part, stage in PRICES:
@@ -387,7 +388,7 @@ class Trials:
                 node = replace(node, cost=node.cost + price * held / weights[node.row])
             nodes.append(node)
         priced = replace(problem, nodes=tuple(nodes))
-        solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S)
+        solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=0.0)
         return replace(relaxed, solution=solution)
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:

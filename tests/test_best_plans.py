@@ -57,7 +57,9 @@ def test_less_than_one_is_refused() -> None:
 
 
 def test_a_time_limit_ends_the_search_at_its_first_plan_and_the_bound_holds() -> None:
-    soon = plan(step_of(NAME, 2), "2xcpu", time_limit_s=1e-9)
+    told: list[str] = []
+    soon = plan(step_of(NAME, 2), "2xcpu", time_limit_s=1e-9, progress=told.append)
+    assert [text.split()[0] for text in told] == ["relaxing", "solving"]
     best = found(3)[0].estimate.objective_s
     assert {c.reason for c in soon.candidates if c.status == "cut"} == {"time ran out"}
     assert soon.estimate.bound_s <= best <= soon.estimate.objective_s

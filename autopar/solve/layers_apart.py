@@ -17,7 +17,7 @@ from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.problem import Problem, Solution
 from autopar.solve.search import solve
 
-TIME_LIMIT_S = 20.0
+GAP, TIME_LIMIT_S = 1e-3, 5.0
 
 
 def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solution:
@@ -26,7 +26,7 @@ def solve_modes(built: BuiltProblem, problem: Problem, found: Solution) -> Solut
     if not found.choice or not built.has_modes:
         return found
     kept = [of_layouts(options, options[pick]) for options, pick in zip(built.strategies, found.choice, strict=True)]
-    solution = solve_among(problem, kept, gap=1e-4, time_limit_s=TIME_LIMIT_S, hint=found.choice)
+    solution = solve_among(problem, kept, gap=GAP, time_limit_s=TIME_LIMIT_S, hint=found.choice)
     if not solution.choice:
         return solution
     return replace(solution, bound=min(found.bound, solution.objective), status=found.status, seconds=found.seconds)

@@ -36,7 +36,8 @@ PATIENCE_S = 60.0
 LARGEST_LINEAR_PROGRAM = 50_000
 SIMPLEX_STEPS = 12_000
 """After these a linear program is left to messages, which prove less in less time."""
-LARGEST_INTEGER_PROGRAM = 150_000
+INTEGERS_PER_S = 5_000
+"""Variables for each second of CP-SAT that is left: in a larger program it finds nothing."""
 
 
 @dataclass(slots=True)
@@ -54,6 +55,8 @@ class State:
     """A bound that is known from elsewhere."""
     choice: tuple[int, ...] | None = None
     objective: float = math.inf
+    is_too_large: bool = False
+    """Whether what is left under some reach was too large for CP-SAT: under a farther one more is left."""
 
     def offer(self, choice: Sequence[int]) -> float:
         """Keeps `choice` when it is the best so far and fits; returns its true objective (infinite if it breaks)."""
@@ -69,7 +72,8 @@ class State:
 
     def is_enough(self, bound: float) -> bool:
         """Whether no better bound is needed, or can be waited for."""
-        return self.is_closed(bound) or bound >= self.cutoff or self.is_spent
+        is_over = self.is_spent or (self.is_too_large and self.choice is not None)
+        return self.is_closed(bound) or bound >= self.cutoff or is_over
 
     @property
     def wanted(self) -> float:
@@ -237,7 +241,8 @@ def _search_under(state: State, flow: Flow, priced: Priced, reach: float) -> flo
         priced, reach = found, min(reach, state.wanted)
         if state.is_enough(_safe(priced.bound - model.loss)):
             return min(reach, _safe(priced.bound - model.loss))
-        if flow.size >= SHRINK * size and flow.size > LARGEST_INTEGER_PROGRAM:
+        if flow.size >= SHRINK * size and flow.size > INTEGERS_PER_S * state.deterministic_s:
+            state.is_too_large = True
             return min(reach, _safe(priced.bound - model.loss))
         if flow.size >= SHRINK * size:
             return min(reach, _integers(state, flow, priced, reach))

@@ -73,7 +73,8 @@ def solve_repeated_first(
 ) -> Solution:
     """A good solution, soon: what several layers have in common is solved by itself, then the rest around it.
 
-    For problems without limits. Its bound is that of the layers, or `floor`, a bound that is known already.
+    For problems without limits. Its bound is `floor`, where one is known already; otherwise that of the layers and of
+    the rest, each by itself.
     """
     shared = share(dataclasses.replace(built, problem=problem))
     sizes = Counter(shared.group)
@@ -88,6 +89,9 @@ def solve_repeated_first(
     if not found.choice:
         return solve_shared(built, problem, gap=gap, time_limit_s=time_limit_s, floor=floor)
     bound = max(layers.bound, floor)
+    if math.isinf(floor):
+        rest = [group for group in sorted(sizes) if sizes[group] == 1]
+        bound += max(0.0, solve(_among(shared.problem, rest), gap=gap, time_limit_s=time_limit_s).bound)
     return dataclasses.replace(found, choice=shared.expand(found.choice), bound=min(bound, found.objective))
 
 

@@ -127,7 +127,7 @@ class Bounds:
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """The same with what the ops that run once a step take."""
-        return self.cut_s(mesh, unit_s) + self._once_s(mesh) / mesh.num_stages
+        return self.cut_s(mesh, unit_s) + self.once_s(mesh) / mesh.num_stages
 
     def _shares_of(self, mesh: Mesh) -> dict[str, float]:
         """Seconds of a microbatch for each unit, the ranks sharing each op as far as they can."""
@@ -140,7 +140,7 @@ class Bounds:
             self.shares[sizes] = {unit: own[like] for unit, like in self.whole.repeats.spread(traced)}
         return self.shares[sizes]
 
-    def _once_s(self, mesh: Mesh) -> float:
+    def once_s(self, mesh: Mesh) -> float:
         """Seconds of what runs once a step, on all stages together."""
         sizes = _sizes(mesh)
         if sizes not in self.once:

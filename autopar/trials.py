@@ -163,14 +163,16 @@ class Trials:
 
     def units_s(self, mesh: Mesh) -> float:
         """What no plan of a pipeline beats, each unit of the model taking what it takes at least by itself."""
-        steps = mesh.num_stages + self.microbatches - 1
+        is_once = self.virtuals(mesh)[-1] == 1
         if mesh not in self._least:
             built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
-            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, 1 / steps).least()
+            once = 1 / (mesh.num_stages + self.microbatches - 1) if is_once else 0.0
+            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).least()
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
         least = self._least[mesh]
-        return self.bounds.cut_s(mesh, least.seconds, least.ends)
+        found = self.bounds.cut_s(mesh, least.seconds, least.ends)
+        return found if is_once else found + self.bounds.once_s(mesh) / mesh.num_stages
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as equal stages would be: a bound for every cut.

@@ -12,7 +12,8 @@ k * w - (w - v): its cost is k times the least of (layer + r * onto the next) wi
 
 What a unit does once a step counts `once` times among the seconds of a microbatch. With S stages, M microbatches and
 once = 1 / (S + M - 1), a step of 1F1B takes at least (M - 1) * (slowest stage) + (sum over stages) of these seconds:
-(M - 1) * max(t + once * u) + sum(t + once * u) <= (M - 1) * max(t) + sum(t) + max(u).
+(M - 1) * max(t + once * u) + sum(t + once * u) <= (M - 1) * max(t) + sum(t) + max(u). Where ranks have several stages,
+that doesn't hold (the slowest u of each round may be another rank's), and with once = 0 such work isn't counted here.
 """
 
 from __future__ import annotations
@@ -67,8 +68,6 @@ class UnitBounds:
     units: tuple[str, ...]
     repeats: Repeats
     once: float
-    byte_s: float = 0.0
-    """What each byte costs that a unit holds on the pipeline's first stage, in seconds of a microbatch."""
 
     def least(self) -> Least:
         """Of the units of the model, and of a stage."""
@@ -119,8 +118,7 @@ class UnitBounds:
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
             names.append((unit, name))
-            held = self.byte_s * priced.memory.get(0, 0.0) / (self.once if priced.row else 1.0)
-            own = Node(name, (priced.cost + held) / self.repeats.times(unit), priced.row)
+            own = Node(name, priced.cost / self.repeats.times(unit), priced.row)
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
         for edge in built.problem.edges:

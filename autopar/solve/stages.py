@@ -127,14 +127,6 @@ def cut_layers(problem: CutProblem) -> Cut | None:
     return evaluate_cut(problem, best_counts, _points(problem, best_counts, sets), sets)
 
 
-def bound_of_cuts(problems: Sequence[CutProblem]) -> float:
-    """What no cut takes less than, each of whose stages takes at least what each of some problems says of it; they
-    differ in the layers' seconds (the first point's) and the stages' own."""
-    stages = range(problems[0].num_stages)
-    each = [np.array([_segment_seconds(p, stage) for stage in stages]) for p in problems]
-    return _cheapest(problems[0], np.maximum.reduce(each), math.inf)[0]
-
-
 def _cheapest(problem: CutProblem, times: Array, under: float) -> tuple[float, tuple[int, ...] | None]:
     """The least objective for times[stage, start, end], and the layers per stage; none where it isn't less than
     `under`."""

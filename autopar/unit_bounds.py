@@ -80,18 +80,15 @@ class UnitBounds:
         for units in alike.values():
             least = self._least(_in_common([parts[unit] for unit in units]))
             found |= dict.fromkeys(units, least)
-            repeated = [self._repeated(unit, parts[unit], least) for unit in units if self._follows_itself(unit)]
-            found |= dict(repeated)
-            ends += max((seconds - least for _, seconds in repeated), default=0.0)
+            repeated = {u: max(least, self._least(parts[u])) for u in units if self._follows_itself(u)}
+            found |= repeated
+            ends += max((seconds - least for seconds in repeated.values()), default=0.0)
         return Least({unit: found.get(like, 0.0) for unit, like in self.repeats.spread(self.units)}, ends)
 
     def _follows_itself(self, unit: str) -> bool:
         """Whether a unit stands for several, one after another."""
         run = next((run for run in self.repeats.runs if run.place(unit) is not None), None)
         return run is not None and run.period == 1 and self.repeats.times(unit) > 1
-
-    def _repeated(self, unit: str, part: _Unit, least: float) -> tuple[str, float]:
-        return unit, max(least, self._least(part))
 
     def _kind(self, unit: str) -> tuple[str, int]:
         """Equal for the blocks of a run at the same place of its period."""

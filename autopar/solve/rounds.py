@@ -116,10 +116,8 @@ class RoundCuts:
 
     def _stage_seconds(self) -> Array:
         """[start, end]: seconds of a stage with layers start..end-1 at their fastest points."""
-        upto = np.cumsum([0.0, *(layer.points[0].seconds for layer in self.layers)])
         returned = np.array([0.0, *(layer.cut_seconds for layer in self.layers[:-1]), 0.0])
-        received = np.where(np.arange(len(upto)) > 0, self.received_s, 0.0)
-        return _segments(upto[None, :] - upto[:, None] + received[:, None] + returned[None, :])
+        return _stages([layer.points[0].seconds for layer in self.layers], self.received_s, returned)
 
     # -- memory --------------------------------------------------------------------------------------------------
     def _fit(self, rank: int, counts: Sequence[int], held: Sequence[int], capacity: float, points: list[int]) -> bool:
@@ -161,9 +159,8 @@ def least_s(
     `transfers_s`: what a stage takes to get values from the one before it, and gradients from the one after it;
     `ends_s`: what each takes less than its units."""
     upto, size = np.cumsum([0.0, *seconds]), len(seconds)
-    (received, returned), edges = transfers_s, np.arange(size + 1)
-    own = upto[None, :] - upto[:, None] - ends_s
-    one = _segments(own + np.where(edges > 0, received, 0.0)[:, None] + np.where(edges < size, returned, 0.0)[None, :])
+    received, returned = transfers_s
+    one = _stages(seconds, received, np.where(np.arange(size + 1) < size, returned, 0.0)) - ends_s
     rounds, reach, found = _over(one, num_ranks), np.full(size + 1, np.inf), math.inf
     reach[0] = 0.0
     for virtual in range(1, virtuals[-1] + 1):
@@ -175,9 +172,13 @@ def least_s(
     return found
 
 
-def _segments(seconds: Array) -> Array:
-    """[start, end]: infinite where nothing is between."""
-    return np.where(np.tri(len(seconds), k=-1, dtype=bool).T, seconds, np.inf)
+def _stages(seconds: Sequence[float], received_s: float, returned_s: Array) -> Array:
+    """[start, end]: seconds of a stage with the units start..end-1, and of what it gets: each but the first
+    `received_s`, and by where it ends `returned_s`; infinite where nothing is between."""
+    upto = np.cumsum([0.0, *seconds])
+    received = np.where(np.arange(len(upto)) > 0, received_s, 0.0)
+    own = upto[None, :] - upto[:, None] + received[:, None] + returned_s[None, :]
+    return np.where(np.tri(len(own), k=-1, dtype=bool).T, own, np.inf)
 
 
 def _over(one: Array, num_ranks: int) -> Array:

@@ -74,12 +74,16 @@ class Bounds:
     def layer_s(self, mesh: Mesh, phases: Sequence[str]) -> float:
         """The same where the layers of a run take what one's forward, and its backward, each by itself, take at least
         in their best layouts, communication included; `phases`: those looked at, of the others it is the ops' share."""
+        return self._cut_bound(mesh, self.phases_s(mesh, phases))
+
+    def phases_s(self, mesh: Mesh, phases: Sequence[str]) -> dict[str, float]:
+        """Seconds of a microbatch that each unit takes at least so."""
         least = dict(self._shares_of(mesh))
         for units, parts in self._layers():
             shares = self._phase_shares(mesh, parts)
             seconds = sum(self._phase_s(mesh, p, nodes) if p in phases else shares[p] for p, nodes in parts.items())
             least |= {unit: max(least[unit], seconds) for unit in units}
-        return self._cut_bound(mesh, least)
+        return least
 
     def _phase_s(self, mesh: Mesh, phase: str, part: list[Node]) -> float:
         """What a phase of one layer takes at least, nothing else being there."""
@@ -94,11 +98,12 @@ class Bounds:
         """What the ops of each phase of a layer take, the ranks sharing each as far as they can."""
         return {phase: self._least_s(dict.fromkeys(nodes, 1), mesh) for phase, nodes in parts.items()}
 
-    def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float], ends_s: float = 0.0) -> float:
+    def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float], through_s: float, ends_s: float = 0.0) -> float:
         """What a step takes at least if each unit of the model takes so many seconds of a microbatch, each stage as a
-        whole `ends_s` less."""
+        whole `ends_s` less, and all of them `through_s` of the one that fills the pipeline."""
         seconds, virtuals = [unit_s[unit] for unit in self.units], self.virtuals(mesh)
-        return least_s(seconds, self.transfers_s(mesh), ends_s, mesh.num_stages, virtuals, self.microbatches)
+        transfers_s, ranks = self.transfers_s(mesh), mesh.num_stages
+        return least_s(seconds, through_s, transfers_s, ends_s, ranks, virtuals, self.microbatches)
 
     def transfers_s(self, mesh: Mesh) -> tuple[float, float]:
         """Seconds that a stage takes at least, in a microbatch, to get values from the stage before it, and gradients
@@ -127,7 +132,7 @@ class Bounds:
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """The same with what the ops that run once a step take."""
-        return self.cut_s(mesh, unit_s) + self.once_s(mesh) / mesh.num_stages
+        return self.cut_s(mesh, unit_s, sum(unit_s.values())) + self.once_s(mesh) / mesh.num_stages
 
     def _shares_of(self, mesh: Mesh) -> dict[str, float]:
         """Seconds of a microbatch for each unit, the ranks sharing each op as far as they can."""

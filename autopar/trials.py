@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.bounds import Bounds
+from autopar.bounds import PHASES, Bounds
 from autopar.capture.step import ForwardStep, TrainStep
 from autopar.cluster import compute_s
 from autopar.cluster.cluster import Cluster
@@ -166,13 +166,17 @@ class Trials:
         is_once = self.virtuals(mesh)[-1] == 1
         if mesh not in self._least:
             built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
-            once = 1 / (mesh.num_stages + self.microbatches - 1) if is_once else 0.0
+            once = 1 / (mesh.num_stages * self._fill(mesh)) if is_once else 1 / self.microbatches
             self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).least()
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
         least = self._least[mesh]
-        found = self.bounds.cut_s(mesh, least.seconds, least.ends)
-        return found if is_once else found + self.bounds.once_s(mesh) / mesh.num_stages
+        through_s = sum(least.seconds.values()) - mesh.num_stages * least.ends if is_once else self._through_s(mesh)
+        return self.bounds.cut_s(mesh, least.seconds, through_s, least.ends)
+
+    def _through_s(self, mesh: Mesh) -> float:
+        """What a microbatch alone takes at least in all stages."""
+        return sum(self.bounds.phases_s(mesh, PHASES).values())
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as equal stages would be: a bound for every cut.
@@ -183,11 +187,20 @@ class Trials:
         built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         if is_cut:
-            floor = self._fill(mesh) * sum(self._least[mesh].seconds.values())
+            floor = self._relaxed_floor(mesh)
             solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
         else:
             solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
         return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
+
+    def _relaxed_floor(self, mesh: Mesh) -> float:
+        """What the relaxed problem costs at least by its units: what they take is concave in how much of what is done
+        once a step counts, which is less here than in `units_s`."""
+        weight, units_s = self._fill(mesh), sum(self._least[mesh].seconds.values())
+        if self.virtuals(mesh)[-1] == 1:
+            return weight * units_s
+        part = min(1.0, self.microbatches / (mesh.num_stages * weight))
+        return weight * (part * units_s + (1 - part) * min(units_s, self._through_s(mesh)))
 
     def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
         return Term(self._fill(mesh), (0,)), Term(1 / mesh.num_stages, (1,))

@@ -148,17 +148,19 @@ class RoundCuts:
 
 def least_s(
     seconds: Sequence[float],
+    through_s: float,
     transfers_s: tuple[float, float],
     ends_s: float,
     num_ranks: int,
     virtuals: Sequence[int],
     microbatches: int,
 ) -> float:
-    """What a step takes at least whose units take so many seconds, with any of some numbers of stages a rank.
+    """What a step takes at least whose units take so many seconds in each microbatch that is waited for, and together
+    `through_s` in the one that fills the pipeline, with any of some numbers of stages a rank.
 
     `transfers_s`: what a stage takes to get values from the one before it, and gradients from the one after it;
     `ends_s`: what each takes less than its units."""
-    upto, size = np.cumsum([0.0, *seconds]), len(seconds)
+    size = len(seconds)
     received, returned = transfers_s
     one = _stages(seconds, received, np.where(np.arange(size + 1) < size, returned, 0.0)) - ends_s
     rounds, reach, found = _over(one, num_ranks), np.full(size + 1, np.inf), math.inf
@@ -166,9 +168,8 @@ def least_s(
     for virtual in range(1, virtuals[-1] + 1):
         reach = (reach[:, None] + rounds).min(axis=0)
         if virtual in virtuals:
-            stages = num_ranks * virtual
-            through_s = float(upto[-1]) + (stages - 1) * (received + returned) - stages * ends_s
-            found = min(found, (microbatches - 1 / virtual) * float(reach[-1]) + through_s / virtual)
+            filled_s = through_s + (num_ranks * virtual - 1) * (received + returned)
+            found = min(found, (microbatches - 1 / virtual) * float(reach[-1]) + filled_s / virtual)
     return found
 
 

@@ -29,6 +29,7 @@ from autopar.solve.modes import is_forward
 from autopar.solve.problem import Term
 from autopar.solve.rounds import least_s
 from autopar.solve.search import solve
+from autopar.solve.stages import Layer, Point, fastest_seconds
 
 PHASES = ("forward", "backward")
 
@@ -101,21 +102,22 @@ class Bounds:
     def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float], through_s: float, ends_s: float = 0.0) -> float:
         """What a step takes at least if each unit of the model takes so many seconds of a microbatch, each stage as a
         whole `ends_s` less, and all of them `through_s` of the one that fills the pipeline."""
-        seconds, virtuals = [unit_s[unit] for unit in self.units], self.virtuals(mesh)
-        transfers_s, ranks = self.transfers_s(mesh), mesh.num_stages
-        return least_s(seconds, through_s, transfers_s, ends_s, ranks, virtuals, self.microbatches)
+        cuts_s, ranks = self.cuts_s(mesh), mesh.num_stages
+        begin, end = (0.0, *(after for after, _ in cuts_s)), (*(before for _, before in cuts_s), 0.0)
+        units = zip(self.units, begin, end, strict=True)
+        stage_s = fastest_seconds([Layer((Point(unit_s[unit]),), after, before) for unit, before, after in units])
+        cut_s = min(map(sum, cuts_s), default=0.0)
+        return least_s(stage_s - ends_s, through_s, cut_s, ranks, self.virtuals(mesh), self.microbatches)
 
-    def transfers_s(self, mesh: Mesh) -> tuple[float, float]:
-        """Seconds that a stage takes at least, in a microbatch, to get values from the stage before it, and gradients
-        from the one after it: wherever the cut is, all ranks of a stage sharing what crosses it."""
+    def cuts_s(self, mesh: Mesh) -> list[tuple[float, float]]:
+        """For a cut after each unit but the last: seconds of a microbatch that the stage after it takes at least to get
+        its values, and the one before it to get gradients, all ranks of a stage sharing what crosses the cut."""
         if mesh.num_stages == 1:
-            return 0.0, 0.0
-        ranks, transfer = math.prod(_sizes(mesh)), self.alone(mesh).transfer
-        forward, backward = (
-            min((sum(transfer(size / ranks) for size in crossing) for crossing in self._crossing(phase)), default=0.0)
-            for phase in PHASES
-        )
-        return forward, backward
+            return [(0.0, 0.0)] * (len(self.units) - 1)
+        ranks, transfer, traced = math.prod(_sizes(mesh)), self.alone(mesh).transfer, self.whole.cut.units
+        phases = [[sum(transfer(size / ranks) for size in sent) for sent in self._crossing(phase)] for phase in PHASES]
+        after = dict(zip(traced, zip(*phases, strict=True), strict=False))
+        return [after[like] for _, like in [*self.whole.repeats.spread(traced)][:-1]]
 
     def _crossing(self, phase: str) -> list[list[int]]:
         """Bytes of each value that a unit makes for later ones, or in the backward gets from them, unit by unit."""

@@ -1,6 +1,6 @@
 """What the best plan of a pipeline may take: units' costs in relaxed layouts, put together on stages.
 
-    cuts = Cuts(units, mesh, microbatches, capacity, transfers_s, virtuals=(1, 2, 3), may_recompute=True)
+    cuts = Cuts(units, mesh, microbatches, capacity, cuts_s, virtuals=(1, 2, 3), may_recompute=True)
     guess = cuts.best_with(relaxed)             # … and again with leaner layouts, where memory binds
 
 How many stages a rank has is settled here: more of them fill the pipeline sooner and send more.
@@ -45,8 +45,8 @@ class Cuts:
     mesh: Mesh
     microbatches: int
     capacity: float
-    transfers_s: tuple[float, float]
-    """What a stage takes to get values from the one before it, and gradients from the one after it."""
+    cuts_s: Sequence[tuple[float, float]]
+    """What a cut after each unit but the last costs, see `Bounds.cuts_s`."""
     virtuals: Sequence[int]
     """How many stages each rank may have, rising."""
     may_recompute: bool
@@ -61,7 +61,7 @@ class Cuts:
     def best_with(self, relaxed: Relaxed) -> Guess:
         """The best cut where stages may have these layouts, too."""
         self.known.append(relaxed)
-        self.layers.append(relaxed.layers(self.units, self.may_recompute, self.transfers_s[1]))
+        self.layers.append(relaxed.layers(self.units, self.may_recompute, self.cuts_s))
         found = [] if self.in_rounds is None else [self.in_rounds]
         found += self._cut_in_rounds(relaxed, self.layers[-1])
         if found:
@@ -75,7 +75,7 @@ class Cuts:
     def _cut_in_rounds(self, relaxed: Relaxed, layers: Sequence[Layer]) -> Iterator[Guess]:
         """The best cuts into several stages a rank, all in the same layouts."""
         ranks = self.mesh.num_stages
-        cuts, once_s = RoundCuts(layers, ranks, self.transfers_s[0]), relaxed.once_s / ranks
+        cuts, once_s = RoundCuts(layers, ranks), relaxed.once_s / ranks
         for virtual in (virtual for virtual in self.virtuals if virtual > 1):
             found = cuts.cut(virtual, self.microbatches, self.capacity)
             firsts = [sum(found.counts[:stage]) for stage in range(len(found.counts))]
@@ -97,7 +97,6 @@ class Cuts:
             count,
             self.capacity,
             in_flight_of(stages, count),
-            stage_seconds=(0.0, *[self.transfers_s[0]] * (stages - 1)),
             pinned=self.pinned,
             others=tuple(others),
             once_seconds=tuple(relaxed.once_s / stages for relaxed in self.known),

@@ -40,9 +40,11 @@ class Relaxed:
         """Seconds of what runs once a step, on one stage."""
         return evaluate(self.built.problem, self.solution.choice).rows[1]
 
-    def layers(self, units: tuple[str, ...], may_recompute: bool, cut_seconds: float = 0.0) -> tuple[Layer, ...]:
-        """What each unit costs and holds under the relaxed choices, and a cut after it, in seconds; `units`: all of the
-        model, see `Repeats.spread`.
+    def layers(
+        self, units: tuple[str, ...], may_recompute: bool, cuts_s: Sequence[tuple[float, float]]
+    ) -> tuple[Layer, ...]:
+        """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`;
+        `cuts_s`: what a cut after each but the last costs the stages after it and before it.
 
         Where it may be computed again, there are two points more: one in which what ops with much arithmetic give is
         kept, one that holds only what other units bring to it.
@@ -52,7 +54,8 @@ class Relaxed:
         tally = _Tally(self)
         points = [tally.points(unit, may_recompute) for unit in range(len(self.units))]
         where = {unit: i for i, unit in enumerate(self.units)}
-        return tuple(Layer(points[where[like]], cut_seconds) for _, like in own)
+        begin, end = ((0.0, *(after for after, _ in cuts_s)), (*(before for _, before in cuts_s), 0.0))
+        return tuple(Layer(points[where[own[i][1]]], end[i], begin[i]) for i in range(len(own)))
 
 
 class _Tally:

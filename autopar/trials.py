@@ -374,7 +374,7 @@ class Trials:
             mesh,
             self.microbatches,
             capacity,
-            self.bounds.transfers_s(mesh),
+            self.bounds.cuts_s(mesh),
             self.virtuals(mesh),
             self.may_recompute,
             pinned_stages(self.pins, self.skeletons),

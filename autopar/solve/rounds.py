@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.solve.problem import Array, Index
 from autopar.solve.ranks import in_flight_of
-from autopar.solve.stages import Layer
+from autopar.solve.stages import Layer, fastest_seconds
 
 EVEN = 1e-3
 """Of a round that is as long as usual, what its being longer costs more than time: of equally fast cuts the one whose
@@ -48,8 +48,6 @@ class RoundCuts:
 
     layers: Sequence[Layer]
     num_ranks: int
-    received_s: float = 0.0
-    """What each stage but the first takes to get its values."""
     _splits: list[Index] = field(default_factory=list)
     """[start, end]: of some ranks in a round the first layer of the last, for 2, 3, … ranks."""
     _rounds: Array | None = None
@@ -67,13 +65,12 @@ class RoundCuts:
 
     def step_s(self, counts: Sequence[int], points: Sequence[int], microbatches: int) -> float:
         """Seconds of a step."""
-        ends = list(itertools.accumulate(counts))
         stage_s = []
-        for start, end in itertools.pairwise((0, *ends)):
-            own = (self.layers[i].points[points[i]].seconds for i in range(start, end))
-            received = self.received_s if start else 0.0
-            returned = self.layers[end - 1].cut_seconds if end < len(self.layers) else 0.0
-            stage_s.append(math.fsum((*own, received, returned)))
+        for start, end in itertools.pairwise((0, *itertools.accumulate(counts))):
+            own = [self.layers[i].points[points[i]].seconds for i in range(start, end)]
+            own += [self.layers[start].begin_seconds] * (start > 0)
+            own += [self.layers[end - 1].cut_seconds] * (end < len(self.layers))
+            stage_s.append(math.fsum(own))
         virtual = len(counts) // self.num_ranks
         rounds = (max(stage_s[at : at + self.num_ranks]) for at in range(0, len(counts), self.num_ranks))
         return (microbatches - 1 / virtual) * math.fsum(rounds) + math.fsum(stage_s) / virtual
@@ -107,17 +104,12 @@ class RoundCuts:
 
     def _round_seconds(self) -> Array:
         if self._rounds is None:
-            one = self._stage_seconds()
+            one = fastest_seconds(self.layers)
             self._rounds = one
             for _ in range(self.num_ranks - 1):
                 self._rounds, split = _joined(self._rounds, one)
                 self._splits.append(split)
         return self._rounds
-
-    def _stage_seconds(self) -> Array:
-        """[start, end]: seconds of a stage with layers start..end-1 at their fastest points."""
-        returned = np.array([0.0, *(layer.cut_seconds for layer in self.layers[:-1]), 0.0])
-        return _stages([layer.points[0].seconds for layer in self.layers], self.received_s, returned)
 
     # -- memory --------------------------------------------------------------------------------------------------
     def _fit(self, rank: int, counts: Sequence[int], held: Sequence[int], capacity: float, points: list[int]) -> bool:
@@ -147,39 +139,20 @@ class RoundCuts:
 
 
 def least_s(
-    seconds: Sequence[float],
-    through_s: float,
-    transfers_s: tuple[float, float],
-    ends_s: float,
-    num_ranks: int,
-    virtuals: Sequence[int],
-    microbatches: int,
+    stage_s: Array, through_s: float, cut_s: float, num_ranks: int, virtuals: Sequence[int], microbatches: int
 ) -> float:
-    """What a step takes at least whose units take so many seconds in each microbatch that is waited for, and together
-    `through_s` in the one that fills the pipeline, with any of some numbers of stages a rank.
+    """What a step takes at least, with any of some numbers of stages a rank.
 
-    `transfers_s`: what a stage takes to get values from the one before it, and gradients from the one after it;
-    `ends_s`: what each takes less than its units."""
-    size = len(seconds)
-    received, returned = transfers_s
-    one = _stages(seconds, received, np.where(np.arange(size + 1) < size, returned, 0.0)) - ends_s
-    rounds, reach, found = _over(one, num_ranks), np.full(size + 1, np.inf), math.inf
+    `stage_s`, [start, end]: seconds of a stage with the layers start..end-1 in each microbatch that is waited for;
+    `through_s`: of all layers together in the one that fills the pipeline; `cut_s`: what each cut adds to that."""
+    rounds, reach, found = _over(stage_s, num_ranks), np.full(len(stage_s), np.inf), math.inf
     reach[0] = 0.0
     for virtual in range(1, virtuals[-1] + 1):
         reach = (reach[:, None] + rounds).min(axis=0)
         if virtual in virtuals:
-            filled_s = through_s + (num_ranks * virtual - 1) * (received + returned)
+            filled_s = through_s + (num_ranks * virtual - 1) * cut_s
             found = min(found, (microbatches - 1 / virtual) * float(reach[-1]) + filled_s / virtual)
     return found
-
-
-def _stages(seconds: Sequence[float], received_s: float, returned_s: Array) -> Array:
-    """[start, end]: seconds of a stage with the units start..end-1, and of what it gets: each but the first
-    `received_s`, and by where it ends `returned_s`; infinite where nothing is between."""
-    upto = np.cumsum([0.0, *seconds])
-    received = np.where(np.arange(len(upto)) > 0, received_s, 0.0)
-    own = upto[None, :] - upto[:, None] + received[:, None] + returned_s[None, :]
-    return np.where(np.tri(len(own), k=-1, dtype=bool).T, own, np.inf)
 
 
 def _over(one: Array, num_ranks: int) -> Array:

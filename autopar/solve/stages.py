@@ -41,23 +41,23 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The ways to run one unit; `cut_seconds` is what a cut right after it costs the stage that it ends."""
+    """The ways to run one unit; what a cut right after it costs the stage that it ends, and what one right before it
+    costs the stage that it begins."""
 
     points: tuple[Point, ...]
     cut_seconds: float = 0.0
+    begin_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CutProblem:
-    """Layers to cut; per stage: microbatches in flight, and what it costs and holds whichever layers it gets."""
+    """Layers to cut, and the microbatches in flight on each stage."""
 
     layers: tuple[Layer, ...]
     num_stages: int
     microbatches: int
     capacity: float
     in_flight: tuple[int, ...]
-    stage_seconds: tuple[float, ...] = ()
-    stage_bytes: tuple[float, ...] = ()
     pinned: tuple[int | None, ...] = ()
     """The stage of each layer that has to be on one; empty where none has to."""
     others: tuple[tuple[Layer, ...], ...] = ()
@@ -70,12 +70,6 @@ class CutProblem:
     @property
     def sets(self) -> tuple[tuple[Layer, ...], ...]:
         return self.layers, *self.others
-
-    def own_seconds(self, stage: int) -> float:
-        return self.stage_seconds[stage] if self.stage_seconds else 0.0
-
-    def own_bytes(self, stage: int) -> float:
-        return self.stage_bytes[stage] if self.stage_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +178,32 @@ def _slowest(times: Array, counts: Sequence[int]) -> float:
 def _segment_seconds(problem: CutProblem, stage: int) -> Array:
     """[start, end]: seconds of the stage with layers start..end-1; infinite where they don't fit."""
     size = len(problem.layers)
-    result = np.full((size + 1, size + 1), np.inf)
-    fixed = problem.own_seconds(stage) + np.array([0.0, *(layer.cut_seconds for layer in problem.layers[:-1]), 0.0])
     if math.isinf(problem.capacity):  # everybody takes the fastest point
-        upto = np.cumsum([0.0, *(min(point.seconds for point in layer.points) for layer in problem.layers)])
-        return np.where(np.tri(size + 1, k=-1, dtype=bool).T, upto[None, :] - upto[:, None] + fixed[None, :], np.inf)
+        return fastest_seconds(problem.layers)
+    result, ends = np.full((size + 1, size + 1), np.inf), _ends_seconds(problem.layers)
     known: dict[tuple[int, int], _Front] = {}
     for start in range(size):
         for end, front in enumerate(_fronts(problem, stage, start, known), start + 1):
             if not len(front.used):
                 break
-            result[start, end] = front.seconds[-1] + fixed[end]
+            result[start, end] = front.seconds[-1] + ends[start, end]
     return result
+
+
+def fastest_seconds(layers: Sequence[Layer]) -> Array:
+    """[start, end]: seconds of a stage with the layers start..end-1 at their fastest points; infinite where there are
+    none."""
+    upto = np.cumsum([0.0, *(min(point.seconds for point in layer.points) for layer in layers)])
+    seconds = upto[None, :] - upto[:, None] + _ends_seconds(layers)
+    return np.where(np.tri(len(upto), k=-1, dtype=bool).T, seconds, np.inf)
+
+
+def _ends_seconds(layers: Sequence[Layer]) -> Array:
+    """[start, end]: what the cuts at both ends of a stage cost it; the model's own ends cost nothing."""
+    begin = np.array([0.0, *(layer.begin_seconds for layer in layers[1:]), 0.0])
+    end = np.array([0.0, *(layer.cut_seconds for layer in layers[:-1]), 0.0])
+    both: Array = begin[:, None] + end[None, :]
+    return both
 
 
 def _pinned_away(problem: CutProblem, stage: int) -> Array:
@@ -204,11 +212,6 @@ def _pinned_away(problem: CutProblem, stage: int) -> Array:
         return np.zeros((1, 1))
     away = np.cumsum([0, *(pin not in (None, stage) for pin in problem.pinned)])
     return np.where(away[None, :] == away[:, None], 0.0, np.inf)
-
-
-def _fixed_seconds(problem: CutProblem, stage: int, end: int) -> float:
-    is_cut = end < len(problem.layers)
-    return problem.own_seconds(stage) + (problem.layers[end - 1].cut_seconds if is_cut else 0.0)
 
 
 _NOTHING = _Front(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -224,9 +227,7 @@ def _fronts(
     that have the same points share theirs.
     """
     known = {} if known is None else known
-    room, front = problem.capacity * (1 + TOLERANCE) - problem.own_bytes(stage), _NOTHING
-    if room < 0:
-        return
+    room, front = problem.capacity * (1 + TOLERANCE), _NOTHING
     for layer in problem.layers[start:]:
         key = (id(front), id(layer.points))
         if key not in known:
@@ -276,14 +277,12 @@ def evaluate_cut(
     seconds, held, start = [], [], 0
     taken = tuple(sets or (0,) * len(counts))
     for stage, (count, which) in enumerate(zip(counts, taken, strict=True)):
-        own = replace(problem, layers=problem.sets[which])
-        picked = [own.layers[start + k].points[points[start + k]] for k in range(count)]
+        layers, in_flight = problem.sets[which], problem.in_flight[stage]
+        picked = [layers[start + k].points[points[start + k]] for k in range(count)]
+        ends_s = float(_ends_seconds(layers)[start, start + count])
         start += count
-        seconds.append(math.fsum(point.seconds for point in picked) + _fixed_seconds(own, stage, start))
-        in_flight = problem.in_flight[stage]
-        held.append(
-            problem.own_bytes(stage) + math.fsum(point.static_bytes + in_flight * point.saved_bytes for point in picked)
-        )
+        seconds.append(math.fsum(point.seconds for point in picked) + ends_s)
+        held.append(math.fsum(point.static_bytes + in_flight * point.saved_bytes for point in picked))
     once_s = max(problem.once_seconds[which] for which in taken) if problem.once_seconds else 0.0
     objective = (problem.microbatches - 1) * max(seconds) + math.fsum(seconds) + once_s
     return Cut(tuple(counts), tuple(points), tuple(seconds), tuple(held), objective, taken)
@@ -292,16 +291,16 @@ def evaluate_cut(
 def cut_lower_bound(problem: CutProblem) -> float:
     """A quick bound of every cut: an even split of the least total, or one layer that no cut divides; infinite when all
     devices together lack the memory, or there are fewer layers than stages."""
-    stages = range(problem.num_stages)
     if len(problem.layers) < problem.num_stages:
         return math.inf
     in_flight = min(problem.in_flight)
-    held = sum(problem.own_bytes(stage) for stage in stages)
+    held = 0.0
     for layer in problem.layers:
         held += min(point.static_bytes + in_flight * point.saved_bytes for point in layer.points)
     if held > problem.num_stages * problem.capacity * (1 + TOLERANCE):
         return math.inf
     least = [min(point.seconds for point in layer.points) for layer in problem.layers]
-    cuts = sorted(layer.cut_seconds for layer in problem.layers[:-1])[: problem.num_stages - 1]
-    total = math.fsum(least) + math.fsum(cuts) + sum(problem.own_seconds(stage) for stage in stages)
+    pairs = itertools.pairwise(problem.layers)
+    cuts = sorted(layer.cut_seconds + after.begin_seconds for layer, after in pairs)[: problem.num_stages - 1]
+    total = math.fsum(least) + math.fsum(cuts)
     return (problem.microbatches - 1) * max(total / problem.num_stages, max(least)) + total

@@ -12,7 +12,7 @@ from autopar.program.generators import interleaved_1f1b, make_schedule
 from autopar.program.schedule import simulate
 from autopar.solve.ranks import Owned, in_flight_of, ranks_of
 from autopar.solve.rounds import RoundCuts, least_s
-from autopar.solve.stages import Layer, Point
+from autopar.solve.stages import Layer, Point, fastest_seconds
 
 SIZES = [(2, 1, 4), (2, 2, 4), (4, 2, 16), (4, 3, 12), (8, 4, 32)]
 """(ranks, stages of each, microbatches)"""
@@ -79,7 +79,7 @@ def test_ranks_of_stages_that_stand_for_others():
 
 # -- cuts ----------------------------------------------------------------------------------------------------------
 def layers_of(seconds, cut_s=0.0):
-    return [Layer((Point(each, 1.0, 2.0), Point(each * 4 / 3, 1.0, 0.5)), cut_s) for each in seconds]
+    return [Layer((Point(each, 1.0, 2.0), Point(each * 4 / 3, 1.0, 0.5)), cut_s, cut_s / 2) for each in seconds]
 
 
 @pytest.mark.parametrize("sent_s", [0.0, 0.3])
@@ -87,7 +87,7 @@ def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
     rng = random.Random(1)
     for p, v, size in [(2, 2, 7), (2, 3, 8), (3, 2, 8)]:
         seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(size)]
-        cuts = RoundCuts(layers_of(seconds, sent_s), p, sent_s / 2)
+        cuts = RoundCuts(layers_of(seconds, sent_s), p)
         found, points = cuts.cut(v, 6, math.inf), [0] * size
         assert len(found.counts) == p * v and min(found.counts) > 0 and sum(found.counts) == size
         best = math.inf
@@ -95,9 +95,10 @@ def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
             counts = [b - a for a, b in itertools.pairwise((0, *at, size))]
             best = min(best, cuts.step_s(counts, points, 6))
         assert best <= found.objective <= best * 1.01
-        assert least_s(seconds, (sent_s / 2, sent_s), 0.0, p, [v], 6) == pytest.approx(best)
-        assert least_s(seconds, (sent_s / 2, sent_s), 0.1, p, [v], 6) == pytest.approx(best - 0.1 * (6 * v - 1 + p))
-        assert least_s(seconds, (sent_s / 2, sent_s), 0.0, p, [1, v], 6) <= best
+        stage_s, through_s, cut_s = fastest_seconds(layers_of(seconds, sent_s)), sum(seconds), 1.5 * sent_s
+        assert least_s(stage_s, through_s, cut_s, p, [v], 6) == pytest.approx(best)
+        assert least_s(stage_s - 0.1, through_s, cut_s, p, [v], 6) == pytest.approx(best - 0.1 * (6 * v - 1))
+        assert least_s(stage_s, through_s, cut_s, p, [1, v], 6) <= best
 
 
 def test_rounds_are_alike_where_time_is_equal():

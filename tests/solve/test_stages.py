@@ -37,15 +37,11 @@ def random_cut_problem(seed: int) -> CutProblem:
         return Point(float(rng.integers(1, 20)), float(rng.integers(0, 20)), float(rng.integers(0, 6)))
 
     layers = tuple(
-        Layer(tuple(point() for _ in range(int(rng.integers(1, 4)))), float(rng.integers(0, 3)))
+        Layer(tuple(point() for _ in range(int(rng.integers(1, 4)))), *(float(cut) for cut in rng.integers(0, 6, 2)))
         for _ in range(num_layers)
     )
-    seconds = tuple(float(value) for value in rng.integers(0, 10, num_stages))
-    held = tuple(float(value) for value in rng.integers(0, 10, num_stages))
     in_flight = tuple(range(num_stages, 0, -1))
-    return CutProblem(
-        layers, num_stages, int(rng.integers(1, 9)), float(rng.integers(20, 90)), in_flight, seconds, held
-    )
+    return CutProblem(layers, num_stages, int(rng.integers(1, 9)), float(rng.integers(20, 90)), in_flight)
 
 
 def test_equals_brute_force() -> None:
@@ -120,8 +116,8 @@ def test_even_layers_are_cut_evenly() -> None:
 
 
 def test_a_heavy_head_shortens_the_last_stage() -> None:
-    layers = (Layer((Point(1.0),)),) * 8
-    cut = cut_layers(CutProblem(layers, 2, 16, 30.0, (2, 1), stage_seconds=(0.0, 2.0)))
+    layers = (*(Layer((Point(1.0),)),) * 7, Layer((Point(3.0),)))
+    cut = cut_layers(CutProblem(layers, 2, 16, 30.0, (2, 1)))
     assert cut is not None and cut.counts == (5, 3)
 
 

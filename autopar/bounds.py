@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch.fx import Node
 
@@ -30,6 +31,7 @@ from autopar.solve.problem import Term
 from autopar.solve.rounds import least_s
 from autopar.solve.search import solve
 from autopar.solve.stages import Layer, Point, fastest_seconds
+from autopar.unit_bounds import Least
 
 PHASES = ("forward", "backward")
 
@@ -99,15 +101,18 @@ class Bounds:
         """What the ops of each phase of a layer take, the ranks sharing each as far as they can."""
         return {phase: self._least_s(dict.fromkeys(nodes, 1), mesh) for phase, nodes in parts.items()}
 
-    def cut_s(self, mesh: Mesh, unit_s: Mapping[str, float], through_s: float, ends_s: float = 0.0) -> float:
-        """What a step takes at least if each unit of the model takes so many seconds of a microbatch, each stage as a
-        whole `ends_s` less, and all of them `through_s` of the one that fills the pipeline."""
+    def cut_s(self, mesh: Mesh, least: Least, through_s: float) -> float:
+        """What a step takes at least if units take at least so much of a microbatch, and all of them `through_s` of the
+        one that fills the pipeline."""
         cuts_s, ranks = self.cuts_s(mesh), mesh.num_stages
         begin, end = (0.0, *(after for after, _ in cuts_s)), (*(before for _, before in cuts_s), 0.0)
-        units = zip(self.units, begin, end, strict=True)
-        stage_s = fastest_seconds([Layer((Point(unit_s[unit]),), after, before) for unit, before, after in units])
+        units = zip(least.seconds, begin, end, strict=True)
+        stage_s = fastest_seconds([Layer((Point(seconds),), after, before) for seconds, before, after in units])
+        joined = np.cumsum([0.0, *least.joined])  # [unit]: what it and those before it have in common
+        ends = np.arange(len(stage_s))
+        stage_s += joined[np.maximum(ends - 1, 0)][None, :] - joined[np.minimum(ends, len(joined) - 1)][:, None]
         cut_s = min(map(sum, cuts_s), default=0.0)
-        return least_s(stage_s - ends_s, through_s, cut_s, ranks, self.virtuals(mesh), self.microbatches)
+        return least_s(stage_s, through_s, cut_s, ranks, self.virtuals(mesh), self.microbatches)
 
     def cuts_s(self, mesh: Mesh) -> list[tuple[float, float]]:
         """For a cut after each unit but the last: seconds of a microbatch that the stage after it takes at least to get
@@ -134,7 +139,8 @@ class Bounds:
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
         """The same with what the ops that run once a step take."""
-        return self.cut_s(mesh, unit_s, sum(unit_s.values())) + self.once_s(mesh) / mesh.num_stages
+        least = Least(tuple(unit_s[unit] for unit in self.units), (0.0,) * (len(self.units) - 1))
+        return self.cut_s(mesh, least, least.whole) + self.once_s(mesh) / mesh.num_stages
 
     def _shares_of(self, mesh: Mesh) -> dict[str, float]:
         """Seconds of a microbatch for each unit, the ranks sharing each op as far as they can."""

@@ -171,8 +171,7 @@ class Trials:
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
         least = self._least[mesh]
-        through_s = sum(least.seconds.values()) - mesh.num_stages * least.ends if is_once else self._through_s(mesh)
-        return self.bounds.cut_s(mesh, least.seconds, through_s, least.ends)
+        return self.bounds.cut_s(mesh, least, least.whole if is_once else self._through_s(mesh))
 
     def _through_s(self, mesh: Mesh) -> float:
         """What a microbatch alone takes at least in all stages."""
@@ -196,7 +195,7 @@ class Trials:
     def _relaxed_floor(self, mesh: Mesh) -> float:
         """What the relaxed problem costs at least by its units: what they take is concave in how much of what is done
         once a step counts, which is less here than in `units_s`."""
-        weight, units_s = self._fill(mesh), sum(self._least[mesh].seconds.values())
+        weight, units_s = self._fill(mesh), self._least[mesh].whole
         if self.virtuals(mesh)[-1] == 1:
             return weight * units_s
         part = min(1.0, self.microbatches / (mesh.num_stages * weight))

@@ -9,6 +9,8 @@ have in common: one problem stands for all of them.
 Where a layer is followed by its like, it also brings its values onto the next, in the layouts that both have. Let v be
 what a layer takes at least, and w with that. A stage with k of them, which decide as one, takes at least
 k * w - (w - v): its cost is k times the least of (layer + r * onto the next) with r = 1 - 1/k, which is concave in r.
+What comes right before or after the layers (an embedding, a head) is decided together with its neighbour, too, and what
+both cost more than each by itself is counted where they are on one stage.
 
 What a unit does once a step counts `once` times among the seconds of a microbatch. With S stages, M microbatches and
 once = 1 / (S + M - 1), a step of 1F1B takes at least (M - 1) * (slowest stage) + (sum over stages) of these seconds:
@@ -18,8 +20,9 @@ that doesn't hold (the slowest u of each round may be another rank's), and with 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,12 +55,17 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """Seconds that no plan's stage takes less than: those of its units, without `ends`."""
+    """Seconds that no plan's stage takes less than: those of its units, and of each two neighbours in it."""
 
-    seconds: dict[str, float]
+    seconds: tuple[float, ...]
     """Of each unit of the model."""
-    ends: float
-    """What a stage saves, where the last of its layers of a run doesn't bring values onto the next one there."""
+    joined: tuple[float, ...]
+    """What a unit and the next one cost together beyond these."""
+
+    @property
+    def whole(self) -> float:
+        """Of a stage with all units."""
+        return sum(self.seconds) + sum(self.joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +78,40 @@ class UnitBounds:
     once: float
 
     def least(self) -> Least:
-        """Of the units of the model, and of a stage."""
-        parts = self._parts()
+        """Of the units of the model, and of neighbours."""
+        parts, across = self._parts()
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
-        ends = 0.0
+        joined: dict[tuple[str, str], float] = {}
         for units in alike.values():
             least = self._least(_in_common([parts[unit] for unit in units]))
             found |= dict.fromkeys(units, least)
-            repeated = {u: max(least, self._least(parts[u])) for u in units if self._follows_itself(u)}
-            found |= repeated
-            ends += max((seconds - least for seconds in repeated.values()), default=0.0)
-        return Least({unit: found.get(like, 0.0) for unit, like in self.repeats.spread(self.units)}, ends)
+            joined |= {(u, u): self._least(parts[u]) - least for u in units if self._follows_itself(u)}
+        for one, other in self._neighbours(parts):
+            both = self._least(_together(parts, across, one, other))
+            joined[one, other] = both - found[one] - found[other]
+        like = [like for _, like in self.repeats.spread(self.units)]
+        pairs = itertools.pairwise(like)
+        return Least(
+            tuple(found.get(unit, 0.0) for unit in like), tuple(max(0.0, joined.get(pair, 0.0)) for pair in pairs)
+        )
 
     def _follows_itself(self, unit: str) -> bool:
         """Whether a unit stands for several, one after another."""
         run = next((run for run in self.repeats.runs if run.place(unit) is not None), None)
         return run is not None and run.period == 1 and self.repeats.times(unit) > 1
+
+    def _neighbours(self, parts: Mapping[str, _Unit]) -> Iterator[tuple[str, str]]:
+        """A layer of a run and what isn't of one beside it; no unit twice."""
+        taken = set[str]()
+        for pair in itertools.pairwise(self.units):
+            is_layer = [self._kind(unit)[1] >= 0 for unit in pair]
+            is_single = all(unit in parts and self.repeats.times(unit) == 1 for unit in pair)
+            if is_single and is_layer[0] != is_layer[1] and taken.isdisjoint(pair):
+                taken.update(pair)
+                yield pair
 
     def _kind(self, unit: str) -> tuple[str, int]:
         """Equal for the blocks of a run at the same place of its period."""
@@ -105,12 +128,14 @@ class UnitBounds:
         problem = Problem(nodes, edges, objective=(Term(1.0, (0,)), Term(self.once, (1,))))
         return max(0.0, solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S).bound)
 
-    def _parts(self) -> dict[str, _Unit]:
-        """The nodes and inner edges of each unit, as one of those for which it stands has them."""
+    def _parts(self) -> tuple[dict[str, _Unit], dict[tuple[str, str], list[tuple[str, str, Array, int]]]]:
+        """The nodes and inner edges of each unit, as one of those for which it stands has them; and the edges from one
+        unit to another: names, cost and row."""
         built = self.built
         unit_of = units_of_nodes(built.nodes, self.units)
         names: list[tuple[str, str]] = []
         parts: dict[str, _Unit] = defaultdict(_Unit)
+        across: dict[tuple[str, str], list[tuple[str, str, Array, int]]] = defaultdict(list)
         for node, priced, options in zip(built.nodes, built.problem.nodes, built.strategies, strict=True):
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
@@ -124,7 +149,9 @@ class UnitBounds:
                 cost, edges = edge.cost / self.repeats.times(unit), parts[unit].edges
                 number = next(n for n in range(len(edges) + 1) if (source, target, edge.row, n) not in edges)
                 edges[source, target, edge.row, number] = cost
-        return dict(parts)
+            else:
+                across[unit, other].append((source, target, edge.cost, edge.row))
+        return dict(parts), across
 
 
 def _name(node: fx.Node, unit: str) -> str:
@@ -134,6 +161,24 @@ def _name(node: fx.Node, unit: str) -> str:
         return f"{_name(source, unit)}[{item}] to the {node.meta['phase']}"
     key: str = node.meta["key"]
     return key.replace(unit, "*", 1) if unit else key
+
+
+def _together(
+    parts: Mapping[str, _Unit],
+    across: Mapping[tuple[str, str], list[tuple[str, str, Array, int]]],
+    *units: str,
+) -> _Unit:
+    """Two units with the edges between them."""
+    found = _Unit()
+    for unit in units:
+        for name, pair in parts[unit].nodes.items():
+            found.nodes[f"{unit}: {name}"] = pair
+        for (source, target, row, number), cost in parts[unit].edges.items():
+            found.edges[f"{unit}: {source}", f"{unit}: {target}", row, number] = cost
+    for here, there in itertools.permutations(units):
+        for number, (source, target, cost, row) in enumerate(across.get((here, there), [])):
+            found.edges[f"{here}: {source}", f"{there}: {target}", row, number] = cost
+    return found
 
 
 def _in_common(parts: Sequence[_Unit]) -> _Unit:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch.fx import Node
 
@@ -21,6 +20,7 @@ from autopar import markers
 from autopar.capture.runs import Run
 from autopar.joint import StepGraph
 from autopar.mesh import Mesh
+from autopar.pipeline_bounds import stages_s
 from autopar.program.storages import nbytes
 from autopar.relaxed import units_of_nodes
 from autopar.rules.nodes import is_view
@@ -30,7 +30,6 @@ from autopar.solve.modes import is_forward
 from autopar.solve.problem import Term
 from autopar.solve.rounds import least_s
 from autopar.solve.search import solve
-from autopar.solve.stages import Layer, Point, fastest_seconds
 from autopar.unit_bounds import Least
 
 PHASES = ("forward", "backward")
@@ -101,19 +100,6 @@ class Bounds:
         """What the ops of each phase of a layer take, the ranks sharing each as far as they can."""
         return {phase: self._least_s(dict.fromkeys(nodes, 1), mesh) for phase, nodes in parts.items()}
 
-    def cut_s(self, mesh: Mesh, least: Least, through_s: float) -> float:
-        """What a step takes at least if units take at least so much of a microbatch, and all of them `through_s` of the
-        one that fills the pipeline."""
-        cuts_s, ranks = self.cuts_s(mesh), mesh.num_stages
-        begin, end = (0.0, *(after for after, _ in cuts_s)), (*(before for _, before in cuts_s), 0.0)
-        units = zip(least.seconds, begin, end, strict=True)
-        stage_s = fastest_seconds([Layer((Point(seconds),), after, before) for seconds, before, after in units])
-        joined = np.cumsum([0.0, *least.joined])  # [unit]: what it and those before it have in common
-        ends = np.arange(len(stage_s))
-        stage_s += joined[np.maximum(ends - 1, 0)][None, :] - joined[np.minimum(ends, len(joined) - 1)][:, None]
-        cut_s = min(map(sum, cuts_s), default=0.0)
-        return least_s(stage_s, through_s, cut_s, ranks, self.virtuals(mesh), self.microbatches)
-
     def cuts_s(self, mesh: Mesh) -> list[tuple[float, float]]:
         """For a cut after each unit but the last: seconds of a microbatch that the stage after it takes at least to get
         its values, and the one before it to get gradients, all ranks of a stage sharing what crosses the cut."""
@@ -138,9 +124,13 @@ class Bounds:
         return found
 
     def _cut_bound(self, mesh: Mesh, unit_s: Mapping[str, float]) -> float:
-        """The same with what the ops that run once a step take."""
-        least = Least(tuple(unit_s[unit] for unit in self.units), (0.0,) * (len(self.units) - 1))
-        return self.cut_s(mesh, least, least.whole) + self.once_s(mesh) / mesh.num_stages
+        """The same if each unit takes so many seconds of a microbatch, with what the ops that run once a step take."""
+        least, cuts_s = Least(tuple(unit_s[unit] for unit in self.units)), self.cuts_s(mesh)
+        cut_s = min(map(sum, cuts_s), default=0.0)
+        in_cuts = least_s(
+            stages_s(least, cuts_s), least.whole, cut_s, mesh.num_stages, self.virtuals(mesh), self.microbatches
+        )
+        return in_cuts + self.once_s(mesh) / mesh.num_stages
 
     def _shares_of(self, mesh: Mesh) -> dict[str, float]:
         """Seconds of a microbatch for each unit, the ranks sharing each op as far as they can."""

@@ -1,6 +1,6 @@
 """What the best plan of a pipeline may take: units' costs in relaxed layouts, put together on stages.
 
-    cuts = Cuts(units, mesh, microbatches, capacity, cuts_s, virtuals=(1, 2, 3), may_recompute=True)
+    cuts = Cuts(units, mesh, microbatches, capacity, cuts_s, counts, may_recompute=True)
     guess = cuts.best_with(relaxed)             # … and again with leaner layouts, where memory binds
 
 How many stages a rank has is settled here: more of them fill the pipeline sooner and send more.
@@ -9,18 +9,22 @@ How many stages a rank has is settled here: more of them fill the pipeline soone
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.layers import Cut
 from autopar.mesh import Mesh
 from autopar.relaxed import Relaxed
 from autopar.solve.ranks import in_flight_of
-from autopar.solve.rounds import RoundCuts
+from autopar.solve.rounds import fit_rounds, spare_seconds
 from autopar.solve.stages import CutProblem, Layer, cut_layers
 
 MIX_GAIN = 2e-3
 """What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
+
+SPARE = 0.02
+"""Of a usual stage's time, what one must be faster than the slowest of its round to be unlike those: it computes again
+for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,8 @@ class Cuts:
     capacity: float
     cuts_s: Sequence[tuple[float, float]]
     """What a cut after each unit but the last costs, see `Bounds.cuts_s`."""
-    virtuals: Sequence[int]
-    """How many stages each rank may have, rising."""
+    counts: Mapping[int, Sequence[int]]
+    """Units of each stage, by the number of stages that each rank may have; none with one, where any cut may be."""
     may_recompute: bool
     pinned: tuple[int | None, ...] = ()
     """See `CutProblem`."""
@@ -66,7 +70,7 @@ class Cuts:
         found += self._cut_in_rounds(relaxed, self.layers[-1])
         if found:
             self.in_rounds = min(found, key=lambda guess: guess.seconds)
-        if self.virtuals[0] > 1:
+        if 1 not in self.counts:
             assert self.in_rounds is not None
             return self.in_rounds
         once = self._cut_once()
@@ -75,13 +79,17 @@ class Cuts:
     def _cut_in_rounds(self, relaxed: Relaxed, layers: Sequence[Layer]) -> Iterator[Guess]:
         """The best cuts into several stages a rank, all in the same layouts."""
         ranks = self.mesh.num_stages
-        cuts, once_s = RoundCuts(layers, ranks), relaxed.once_s / ranks
-        for virtual in (virtual for virtual in self.virtuals if virtual > 1):
-            found = cuts.cut(virtual, self.microbatches, self.capacity)
-            firsts = [sum(found.counts[:stage]) for stage in range(len(found.counts))]
+        once_s, relaxed_s = relaxed.once_s / ranks, sum(layer.points[0].seconds for layer in layers)
+        for virtual, counts in self.counts.items():
+            if virtual == 1:
+                continue
+            found = fit_rounds(layers, counts, ranks, self.microbatches, self.capacity)
+            firsts = [sum(counts[:stage]) for stage in range(len(counts))]
+            usual_s = relaxed_s / len(counts)
+            spare = tuple(int(each > SPARE * usual_s) for each in spare_seconds(layers, counts, ranks))
             yield Guess(
                 mesh=replace(self.mesh, virtual=virtual),
-                cut=Cut.from_boundaries(self.units, firsts),
+                cut=Cut.from_boundaries(self.units, firsts, spare),
                 seconds=found.objective + once_s,
                 keeps_all=math.isfinite(found.objective) and not any(found.points),
                 layouts=(relaxed,) * len(firsts),

@@ -28,6 +28,7 @@ from autopar.key_globs import forward_globs
 from autopar.layers import Cut
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.pins import Pins
+from autopar.pipeline_bounds import PipelineBounds, Priced, as_layers
 from autopar.program.generators import INTERLEAVED
 from autopar.program.parts import Pipeline
 from autopar.relaxed import Relaxed, fill
@@ -40,6 +41,7 @@ from autopar.solve.modes import is_forward
 from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.ranks import in_flight_of, may_interleave, ranks_of
+from autopar.solve.rounds import RoundCuts
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_repeated_first, solve_shared
 from autopar.stage_pins import cannot_cut, pinned_stages
@@ -52,6 +54,9 @@ LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
 PRICES = ((0.03, 0), (0.05, -1), (0.15, 0), (0.4, 0), (1.6, 0))
 """Of memory, where it binds: the part of the step's time that all of a device's memory is worth, on the stage where
 so many microbatches are in flight as on the first, or on the last; tried one by one for as long as that helps."""
+
+HELD_PRICES = (0.05, 0.1, 0.02, 0.2)
+"""Of memory in bounds, as `PRICES`."""
 
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
@@ -113,6 +118,7 @@ class Trials:
     _bounds: Bounds | None = None
     _least: dict[Mesh, Least] = field(default_factory=dict)
     """Of pipelines whose units are bounded: the least seconds of each."""
+    _cut_counts: dict[Mesh, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     _alone_built: dict[Mesh, BuiltProblem] = field(default_factory=dict)
     """The one-stage problems of the last of these that aren't relaxed yet."""
 
@@ -163,19 +169,43 @@ class Trials:
 
     def units_s(self, mesh: Mesh) -> float:
         """What no plan of a pipeline beats, each unit of the model taking what it takes at least by itself."""
-        is_once = self.virtuals(mesh)[-1] == 1
         if mesh not in self._least:
             built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
-            once = 1 / (mesh.num_stages * self._fill(mesh)) if is_once else 1 / self.microbatches
-            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).least()
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
-        least = self._least[mesh]
-        return self.bounds.cut_s(mesh, least, least.whole if is_once else self._through_s(mesh))
+            self._least[mesh] = self._units(built).least()
+        return self._pipeline(mesh).least_s([Priced(self._least[mesh])])
 
-    def _through_s(self, mesh: Mesh) -> float:
-        """What a microbatch alone takes at least in all stages."""
-        return sum(self.bounds.phases_s(mesh, PHASES).values())
+    def held_s(self, mesh: Mesh, enough: float) -> float:
+        """The same within the memory, at one price of it after another until that is `enough`, or helps no more."""
+        recompute = "auto" if self.pins.recompute is None and self.may_recompute else self.pins.recompute or "none"
+        built, bounds = build_problem(self.whole, replace(self._alone(mesh), recompute=recompute)), self._pipeline(mesh)
+        known, found = [Priced(self._least[mesh])], self.units_s(mesh)
+        worth_s = found / self.microbatches / self.capacity
+        for part in HELD_PRICES:
+            byte_s = part * worth_s
+            known.append(Priced(self._units(built, byte_s).least(), byte_s))
+            found = max(found, bounds.least_s(known))
+            if found >= enough:
+                break
+        return found
+
+    def _units(self, built: BuiltProblem, byte_s: float = 0.0) -> UnitBounds:
+        return UnitBounds(built, self.whole.cut.units, self.whole.repeats, 1 / self.microbatches, byte_s)
+
+    def _pipeline(self, mesh: Mesh) -> PipelineBounds:
+        ranks, cuts_s = mesh.num_stages, self.bounds.cuts_s(mesh)
+        through_s = sum(self.bounds.phases_s(mesh, PHASES).values())
+        return PipelineBounds(ranks, self.microbatches, self.capacity, cuts_s, through_s, self._counts(mesh))
+
+    def _counts(self, mesh: Mesh) -> dict[int, tuple[int, ...]]:
+        """Units of each stage, by the number of stages a rank: by what units take at least; none where it is one."""
+        if mesh.num_stages == 1:
+            return {1: ()}
+        if mesh not in self._cut_counts:
+            rounds = RoundCuts(as_layers(self._least[mesh], self.bounds.cuts_s(mesh)), mesh.num_stages)
+            self._cut_counts[mesh] = {v: rounds.counts(v) if v > 1 else () for v in self.virtuals(mesh)}
+        return self._cut_counts[mesh]
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:
         """The one-stage problem without memory limits, weighed as equal stages would be: a bound for every cut.
@@ -196,10 +226,9 @@ class Trials:
         """What the relaxed problem costs at least by its units: what they take is concave in how much of what is done
         once a step counts, which is less here than in `units_s`."""
         weight, units_s = self._fill(mesh), self._least[mesh].whole
-        if self.virtuals(mesh)[-1] == 1:
-            return weight * units_s
+        through_s = min(units_s, self._pipeline(mesh).through_s)
         part = min(1.0, self.microbatches / (mesh.num_stages * weight))
-        return weight * (part * units_s + (1 - part) * min(units_s, self._through_s(mesh)))
+        return weight * (part * units_s + (1 - part) * through_s)
 
     def _relaxed_objective(self, mesh: Mesh) -> tuple[Term, Term]:
         return Term(self._fill(mesh), (0,)), Term(1 / mesh.num_stages, (1,))
@@ -374,7 +403,7 @@ class Trials:
             self.microbatches,
             capacity,
             self.bounds.cuts_s(mesh),
-            self.virtuals(mesh),
+            self._counts(mesh),
             self.may_recompute,
             pinned_stages(self.pins, self.skeletons),
         )

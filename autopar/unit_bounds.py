@@ -1,6 +1,6 @@
 """What each unit of a model takes at least on a mesh, all that it does in a step decided together.
 
-    least = UnitBounds(built, units, repeats, once=1 / (stages + microbatches - 1)).least()
+    least = UnitBounds(built, units, repeats, once=1 / microbatches).least()
 
 Each unit is a problem of its own: its nodes in the built one-stage problem, and the edges among them. What joins it to
 other units costs nothing, so that no plan's unit takes less. Units that are alike (the layers of a run) share what they
@@ -12,10 +12,8 @@ k * w - (w - v): its cost is k times the least of (layer + r * onto the next) wi
 What comes right before or after the layers (an embedding, a head) is decided together with its neighbour, too, and what
 both cost more than each by itself is counted where they are on one stage.
 
-What a unit does once a step counts `once` times among the seconds of a microbatch. With S stages, M microbatches and
-once = 1 / (S + M - 1), a step of 1F1B takes at least (M - 1) * (slowest stage) + (sum over stages) of these seconds:
-(M - 1) * max(t + once * u) + sum(t + once * u) <= (M - 1) * max(t) + sum(t) + max(u). Where ranks have several stages,
-that doesn't hold (the slowest u of each round may be another rank's), and with once = 0 such work isn't counted here.
+Where each byte that it holds has a price, it takes the least of its time and that (`pipeline_bounds`). What a unit does
+once a step counts `once` times.
 """
 
 from __future__ import annotations
@@ -34,14 +32,17 @@ from autopar.relaxed import units_of_nodes
 from autopar.rules.nodes import node_argument
 from autopar.solve.build import BuiltProblem
 from autopar.solve.modes import producer
-from autopar.solve.problem import Array, Edge, Node, Problem, Term
+from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
 
 GAP, TIME_LIMIT_S = 5e-3, 2.0
 """Effort for a bound."""
 
-_Between = tuple[str, str, int, int]
-"""An edge of a unit: its ends, its row, and which of several such edges it is."""
+_Between = tuple[str, str, int]
+"""An edge of a unit: its ends, and which of several such edges it is."""
+
+_Across = tuple[str, str, Array]
+"""An edge from one unit to another: its ends, and what it costs."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Least:
 
     seconds: tuple[float, ...]
     """Of each unit of the model."""
-    joined: tuple[float, ...]
+    joined: tuple[float, ...] = ()
     """What a unit and the next one cost together beyond these."""
 
     @property
@@ -76,6 +77,8 @@ class UnitBounds:
     units: tuple[str, ...]
     repeats: Repeats
     once: float
+    byte_s: float = 0.0
+    """What each byte costs that a unit holds at the stage's first moment, in seconds of a microbatch."""
 
     def least(self) -> Least:
         """Of the units of the model, and of neighbours."""
@@ -124,33 +127,35 @@ class UnitBounds:
     def _least(self, unit: _Unit) -> float:
         place = {name: index for index, name in enumerate(unit.nodes)}
         nodes = tuple(node for node, _ in unit.nodes.values())
-        edges = tuple(Edge(place[s], place[t], cost, row) for (s, t, row, _), cost in unit.edges.items())
-        problem = Problem(nodes, edges, objective=(Term(1.0, (0,)), Term(self.once, (1,))))
+        edges = tuple(Edge(place[s], place[t], cost) for (s, t, _), cost in unit.edges.items())
+        problem = Problem(nodes, edges)
         return max(0.0, solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S).bound)
 
-    def _parts(self) -> tuple[dict[str, _Unit], dict[tuple[str, str], list[tuple[str, str, Array, int]]]]:
+    def _parts(self) -> tuple[dict[str, _Unit], dict[tuple[str, str], list[_Across]]]:
         """The nodes and inner edges of each unit, as one of those for which it stands has them; and the edges from one
-        unit to another: names, cost and row."""
+        unit to another."""
         built = self.built
         unit_of = units_of_nodes(built.nodes, self.units)
         names: list[tuple[str, str]] = []
         parts: dict[str, _Unit] = defaultdict(_Unit)
-        across: dict[tuple[str, str], list[tuple[str, str, Array, int]]] = defaultdict(list)
+        across: dict[tuple[str, str], list[_Across]] = defaultdict(list)
         for node, priced, options in zip(built.nodes, built.problem.nodes, built.strategies, strict=True):
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
             names.append((unit, name))
-            own = Node(name, priced.cost / self.repeats.times(unit), priced.row)
+            once, held = self.once if priced.row else 1.0, priced.memory.get(0, 0.0)
+            own = Node(name, (once * priced.cost + self.byte_s * held) / self.repeats.times(unit), 0)
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
         for edge in built.problem.edges:
             (unit, source), (other, target) = names[edge.source], names[edge.target]
+            once = self.once if edge.row else 1.0
             if unit == other:
-                cost, edges = edge.cost / self.repeats.times(unit), parts[unit].edges
-                number = next(n for n in range(len(edges) + 1) if (source, target, edge.row, n) not in edges)
-                edges[source, target, edge.row, number] = cost
+                cost, edges = once * edge.cost / self.repeats.times(unit), parts[unit].edges
+                number = next(n for n in range(len(edges) + 1) if (source, target, n) not in edges)
+                edges[source, target, number] = cost
             else:
-                across[unit, other].append((source, target, edge.cost, edge.row))
+                across[unit, other].append((source, target, once * edge.cost))
         return dict(parts), across
 
 
@@ -165,7 +170,7 @@ def _name(node: fx.Node, unit: str) -> str:
 
 def _together(
     parts: Mapping[str, _Unit],
-    across: Mapping[tuple[str, str], list[tuple[str, str, Array, int]]],
+    across: Mapping[tuple[str, str], list[_Across]],
     *units: str,
 ) -> _Unit:
     """Two units with the edges between them."""
@@ -173,11 +178,11 @@ def _together(
     for unit in units:
         for name, pair in parts[unit].nodes.items():
             found.nodes[f"{unit}: {name}"] = pair
-        for (source, target, row, number), cost in parts[unit].edges.items():
-            found.edges[f"{unit}: {source}", f"{unit}: {target}", row, number] = cost
+        for (source, target, number), cost in parts[unit].edges.items():
+            found.edges[f"{unit}: {source}", f"{unit}: {target}", number] = cost
     for here, there in itertools.permutations(units):
-        for number, (source, target, cost, row) in enumerate(across.get((here, there), [])):
-            found.edges[f"{here}: {source}", f"{there}: {target}", row, number] = cost
+        for number, (source, target, cost) in enumerate(across.get((here, there), [])):
+            found.edges[f"{here}: {source}", f"{there}: {target}", number] = cost
     return found
 
 

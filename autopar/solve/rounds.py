@@ -1,7 +1,7 @@
 """The second level where a rank has several stages: which layers form which, so that rounds are short.
 
-    cut = RoundCuts(layers, num_ranks=4).cut(virtual=2, microbatches=16, capacity=80e9)
-    cut.counts          # layers of each of the eight stages
+    counts = RoundCuts(layers, num_ranks=4).counts(virtual=2)           # layers of each of the eight stages
+    fitted = fit_rounds(layers, counts, num_ranks=4, microbatches=16, capacity=80e9)
 
 With v stages a rank a step takes what `solve.ranks` says. Memory is a rank's, all of its stages together, and these
 lie far apart in the model: so the cut is by time alone, and what is computed again is chosen afterwards, rank by rank.
@@ -30,14 +30,17 @@ EVEN = 1e-3
 """Of a round that is as long as usual, what its being longer costs more than time: of equally fast cuts the one whose
 rounds are most alike is best, since memory and the schedule are evener."""
 
+EQUAL = 1e-6
+"""Of the slowest layer's time, what is no difference between stages: of equally slow ones the last have more layers,
+since their ranks hold fewer microbatches."""
+
 TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCut:
-    """Layers of each stage, the point of each layer, and seconds of a step; infinite where it doesn't fit."""
+    """The point of each layer, and seconds of a step; infinite where it doesn't fit."""
 
-    counts: tuple[int, ...]
     points: tuple[int, ...]
     objective: float
 
@@ -53,31 +56,9 @@ class RoundCuts:
     _rounds: Array | None = None
     """[start, end]: seconds of the slowest stage of a round."""
 
-    def cut(self, virtual: int, microbatches: int, capacity: float) -> RoundCut:
-        """The best for `virtual` stages a rank; there are at least as many layers as stages."""
-        ends = self._ends(virtual)
-        counts = tuple(end - start for start, end in itertools.pairwise((0, *ends)))
-        held = in_flight_of(self.num_ranks, microbatches, virtual)
-        points = [0] * len(self.layers)
-        fit = [self._fit(rank, counts, held, capacity, points) for rank in range(self.num_ranks)]
-        seconds = self.step_s(counts, points, microbatches)
-        return RoundCut(counts, tuple(points), seconds if all(fit) else math.inf)
-
-    def step_s(self, counts: Sequence[int], points: Sequence[int], microbatches: int) -> float:
-        """Seconds of a step."""
-        stage_s = []
-        for start, end in itertools.pairwise((0, *itertools.accumulate(counts))):
-            own = [self.layers[i].points[points[i]].seconds for i in range(start, end)]
-            own += [self.layers[start].begin_seconds] * (start > 0)
-            own += [self.layers[end - 1].cut_seconds] * (end < len(self.layers))
-            stage_s.append(math.fsum(own))
-        virtual = len(counts) // self.num_ranks
-        rounds = (max(stage_s[at : at + self.num_ranks]) for at in range(0, len(counts), self.num_ranks))
-        return (microbatches - 1 / virtual) * math.fsum(rounds) + math.fsum(stage_s) / virtual
-
-    # -- time ----------------------------------------------------------------------------------------------------
-    def _ends(self, virtual: int) -> list[int]:
-        """The end of each stage: the least sum of rounds, each cut so that its slowest stage is fastest."""
+    def counts(self, virtual: int) -> tuple[int, ...]:
+        """Layers of each stage: the least sum of rounds, each cut so that its slowest stage is fastest; there are at
+        least as many layers as stages."""
         size, rounds = len(self.layers), self._round_seconds()
         usual = math.fsum(layer.points[0].seconds for layer in self.layers) / (virtual * self.num_ranks)
         rounds = rounds + EVEN * rounds**2 / max(usual, TINY)
@@ -93,7 +74,7 @@ class RoundCuts:
             start = int(round_starts[end])
             ends += self._ends_within(start, end)
             end = start
-        return sorted(ends)
+        return tuple(end - start for start, end in itertools.pairwise((0, *sorted(ends))))
 
     def _ends_within(self, start: int, end: int) -> list[int]:
         found = [end]
@@ -104,38 +85,103 @@ class RoundCuts:
 
     def _round_seconds(self) -> Array:
         if self._rounds is None:
-            one = fastest_seconds(self.layers)
+            step = TINY + EQUAL * max(layer.points[0].seconds for layer in self.layers)
+            one = np.round(fastest_seconds(self.layers) / step) * step
             self._rounds = one
             for _ in range(self.num_ranks - 1):
                 self._rounds, split = _joined(self._rounds, one)
                 self._splits.append(split)
         return self._rounds
 
-    # -- memory --------------------------------------------------------------------------------------------------
-    def _fit(self, rank: int, counts: Sequence[int], held: Sequence[int], capacity: float, points: list[int]) -> bool:
-        """Takes leaner points on a rank, the cheapest bytes first, until it fits; whether it does."""
-        times = [held[stage] for stage, count in enumerate(counts) for _ in range(count)]
-        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        own = [i for i, stage in enumerate(stage_of) if stage % self.num_ranks == rank]
-        used = math.fsum(_bytes(self.layers[i], 0, times[i]) for i in own)
-        leaner = [price for i in own if (price := self._price(i, 0, times[i])) is not None]
+
+def fit_rounds(
+    layers: Sequence[Layer], counts: Sequence[int], num_ranks: int, microbatches: int, capacity: float
+) -> RoundCut:
+    """The points of some layers that are cut, so that each rank has the memory."""
+    held = in_flight_of(num_ranks, microbatches, len(counts) // num_ranks)
+    fitting = _Fitting(layers, counts, held, spare_seconds(layers, counts, num_ranks), [0] * len(layers))
+    fit = [fitting.fit(range(rank, len(counts), num_ranks), capacity) for rank in range(num_ranks)]
+    seconds = step_s(layers, counts, fitting.points, num_ranks, microbatches)
+    return RoundCut(tuple(fitting.points), seconds if all(fit) else math.inf)
+
+
+def spare_seconds(layers: Sequence[Layer], counts: Sequence[int], num_ranks: int) -> list[float]:
+    """What each stage may take longer than at its fastest points without being the slowest of its round."""
+    stage_s = _stage_seconds(layers, counts, [0] * len(layers))
+    rounds = (stage_s[at : at + num_ranks] for at in range(0, len(counts), num_ranks))
+    return [max(own) - each for own in rounds for each in own]
+
+
+def step_s(
+    layers: Sequence[Layer], counts: Sequence[int], points: Sequence[int], num_ranks: int, microbatches: int
+) -> float:
+    """Seconds of a step."""
+    stage_s = _stage_seconds(layers, counts, points)
+    virtual = len(counts) // num_ranks
+    rounds = (max(stage_s[at : at + num_ranks]) for at in range(0, len(counts), num_ranks))
+    return (microbatches - 1 / virtual) * math.fsum(rounds) + math.fsum(stage_s) / virtual
+
+
+def _stage_seconds(layers: Sequence[Layer], counts: Sequence[int], points: Sequence[int]) -> list[float]:
+    stage_s = []
+    for start, end in itertools.pairwise((0, *itertools.accumulate(counts))):
+        own = [layers[i].points[points[i]].seconds for i in range(start, end)]
+        own += [layers[start].begin_seconds] * (start > 0)
+        own += [layers[end - 1].cut_seconds] * (end < len(layers))
+        stage_s.append(math.fsum(own))
+    return stage_s
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """Points of layers that are cut, and how much longer each stage may take for nothing."""
+
+    layers: Sequence[Layer]
+    counts: Sequence[int]
+    held: Sequence[int]
+    spare_s: list[float]
+    points: list[int]
+
+    def fit(self, stages: Sequence[int], capacity: float) -> bool:
+        """Takes leaner points on the stages of a rank, the cheapest bytes first, until it fits; whether it does."""
+        firsts = [0, *itertools.accumulate(self.counts)]
+        stage_of = {i: stage for stage in stages for i in range(firsts[stage], firsts[stage + 1])}
+        used = math.fsum(self._bytes(i, 0, stage) for i, stage in stage_of.items())
+        leaner = [price for i, stage in stage_of.items() if (price := self._price(i, stage)) is not None]
         heapq.heapify(leaner)
         while used > capacity and leaner:
-            _, i, point = heapq.heappop(leaner)
-            used += _bytes(self.layers[i], point, times[i]) - _bytes(self.layers[i], points[i], times[i])
-            points[i] = point
-            if (price := self._price(i, point, times[i])) is not None:
+            _, i = heapq.heappop(leaner)
+            price = self._price(i, stage_of[i])
+            if price is not None and leaner and price > leaner[0]:  # what was spare is taken by now
+                heapq.heappush(leaner, price)
+                continue
+            used -= self._take_next(i, stage_of[i])
+            if (price := self._price(i, stage_of[i])) is not None:
                 heapq.heappush(leaner, price)
         return used <= capacity
 
-    def _price(self, i: int, point: int, times: int) -> tuple[float, int, int] | None:
-        """Seconds a byte of a layer's next point, the layer and the point."""
-        layer = self.layers[i]
-        if point + 1 >= len(layer.points):
+    def _take_next(self, i: int, stage: int) -> float:
+        """The bytes that it saves."""
+        point = self.points[i]
+        self.points[i] += 1
+        self.spare_s[stage] = max(0.0, self.spare_s[stage] - self._more_s(i, point))
+        return self._bytes(i, point, stage) - self._bytes(i, point + 1, stage)
+
+    def _price(self, i: int, stage: int) -> tuple[float, int] | None:
+        """Seconds a byte of a layer's next point, and the layer; what is spare costs next to nothing."""
+        point = self.points[i]
+        if point + 1 >= len(self.layers[i].points):
             return None
-        saved = _bytes(layer, point, times) - _bytes(layer, point + 1, times)
-        more_s = layer.points[point + 1].seconds - layer.points[point].seconds
-        return (more_s / saved, i, point + 1) if saved > 0 else None
+        saved, more_s = self._bytes(i, point, stage) - self._bytes(i, point + 1, stage), self._more_s(i, point)
+        return (max(EVEN * more_s, more_s - self.spare_s[stage]) / saved, i) if saved > 0 else None
+
+    def _more_s(self, i: int, point: int) -> float:
+        points = self.layers[i].points
+        return points[point + 1].seconds - points[point].seconds
+
+    def _bytes(self, i: int, point: int, stage: int) -> float:
+        own = self.layers[i].points[point]
+        return own.static_bytes + self.held[stage] * own.saved_bytes
 
 
 def least_s(
@@ -167,11 +213,6 @@ def _over(one: Array, num_ranks: int) -> Array:
 def _slowest(first: Array, last: Array) -> Array:
     least: Array = np.maximum(first[:, :, None], last[None, :, :]).min(axis=1)
     return least
-
-
-def _bytes(layer: Layer, point: int, times: int) -> float:
-    own = layer.points[point]
-    return own.static_bytes + times * own.saved_bytes
 
 
 def _joined(first: Array, last: Array) -> tuple[Array, Index]:

@@ -11,7 +11,7 @@ from autopar.program.actions import Action
 from autopar.program.generators import interleaved_1f1b, make_schedule
 from autopar.program.schedule import simulate
 from autopar.solve.ranks import Owned, in_flight_of, ranks_of
-from autopar.solve.rounds import RoundCuts, least_s
+from autopar.solve.rounds import RoundCuts, fit_rounds, least_s, step_s
 from autopar.solve.stages import Layer, Point, fastest_seconds
 
 SIZES = [(2, 1, 4), (2, 2, 4), (4, 2, 16), (4, 3, 12), (8, 4, 32)]
@@ -87,32 +87,32 @@ def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
     rng = random.Random(1)
     for p, v, size in [(2, 2, 7), (2, 3, 8), (3, 2, 8)]:
         seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(size)]
-        cuts = RoundCuts(layers_of(seconds, sent_s), p)
-        found, points = cuts.cut(v, 6, math.inf), [0] * size
-        assert len(found.counts) == p * v and min(found.counts) > 0 and sum(found.counts) == size
+        layers, points = layers_of(seconds, sent_s), [0] * size
+        found = RoundCuts(layers, p).counts(v)
+        assert len(found) == p * v and min(found) > 0 and sum(found) == size
         best = math.inf
         for at in itertools.combinations(range(1, size), p * v - 1):
             counts = [b - a for a, b in itertools.pairwise((0, *at, size))]
-            best = min(best, cuts.step_s(counts, points, 6))
-        assert best <= found.objective <= best * 1.01
-        stage_s, through_s, cut_s = fastest_seconds(layers_of(seconds, sent_s)), sum(seconds), 1.5 * sent_s
+            best = min(best, step_s(layers, counts, points, p, 6))
+        assert best <= fit_rounds(layers, found, p, 6, math.inf).objective <= best * 1.01
+        stage_s, through_s, cut_s = fastest_seconds(layers), sum(seconds), 1.5 * sent_s
         assert least_s(stage_s, through_s, cut_s, p, [v], 6) == pytest.approx(best)
         assert least_s(stage_s - 0.1, through_s, cut_s, p, [v], 6) == pytest.approx(best - 0.1 * (6 * v - 1))
         assert least_s(stage_s, through_s, cut_s, p, [1, v], 6) <= best
 
 
 def test_rounds_are_alike_where_time_is_equal():
-    assert RoundCuts(layers_of([1.0] * 12), 2).cut(3, 6, math.inf).counts == (2,) * 6
+    assert RoundCuts(layers_of([1.0] * 12), 2).counts(3) == (2,) * 6
 
 
 def test_leaner_points_where_a_rank_is_full():
     """Rank 0 of two holds 3 + 1 microbatches of its two stages of two layers, rank 1 the others 2 + 1."""
-    cuts = RoundCuts(layers_of([1.0] * 8), 2)
+    layers = layers_of([1.0] * 8)
     held = in_flight_of(2, 4, 2)
     assert held == (3, 2, 2, 1)
     need = [sum(2 * (1.0 + held[stage] * 2.0) for stage in (rank, rank + 2)) for rank in (0, 1)]
     assert need == [24.0, 16.0]
-    free, tight, none = (cuts.cut(2, 4, capacity) for capacity in (24.0, 20.0, 8.0))
+    free, tight, none = (fit_rounds(layers, (2,) * 4, 2, 4, capacity) for capacity in (24.0, 20.0, 8.0))
     assert not any(free.points) and math.isfinite(free.objective)
     assert sum(tight.points) == 1 and tight.points.index(1) < 2 and tight.objective > free.objective
     assert none.objective == math.inf

@@ -123,7 +123,7 @@ class PipelineBounds:
 
 def stages_s(least: Least, cuts_s: Sequence[tuple[float, float]]) -> Array:
     """[start, end]: seconds of a stage with the units start..end-1, and of its cuts; infinite where there are none."""
-    found: Array = fastest_seconds(as_layers(least, cuts_s))
+    found = fastest_seconds(as_layers(least, cuts_s))
     joined, at = np.cumsum([0.0, *least.joined]), np.arange(len(found))
     return (
         found + joined[np.clip(at - 1, 0, len(joined) - 1)][None, :] - joined[np.minimum(at, len(joined) - 1)][:, None]

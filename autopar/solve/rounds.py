@@ -4,12 +4,12 @@
     fitted = fit_rounds(layers, counts, num_ranks=4, microbatches=16, capacity=80e9)
 
 With v stages a rank a step takes what `solve.ranks` says. Memory is a rank's, all of its stages together, and these
-lie far apart in the model: so the cut is by time alone, and what is computed again is chosen afterwards, rank by rank.
+lie far apart in the model: so the cut is by time first, and what is computed again is chosen afterwards, rank by rank.
 
 Invariants:
 - stages are contiguous, in order, and none is empty; layers take their fastest points where these fit;
-- no cut has much shorter rounds (`EVEN`) at the fastest points; of leaner points, those that save most bytes a second
-  are taken first.
+- no cut has much shorter rounds (`EVEN`) at the fastest points; of leaner points, those that save most bytes for each
+  second by which a round gets longer are taken first.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.problem import Array, Index
+from autopar.solve.problem import Array, Index, Mask
 from autopar.solve.ranks import in_flight_of
 from autopar.solve.stages import Layer, fastest_seconds
 
 EVEN = 1e-3
-"""Of a round that is as long as usual, what its being longer costs more than time: of equally fast cuts the one whose
-rounds are most alike is best, since memory and the schedule are evener."""
+"""What memory counts beside time: of equally fast cuts the one is best whose ranks hold the least at most."""
+
+MOST_LIMITS = 64
+"""On a round's time that are looked at."""
 
 EQUAL = 1e-6
-"""Of the slowest layer's time, what is no difference between stages: of equally slow ones the last have more layers,
-since their ranks hold fewer microbatches."""
+"""Of the slowest layer's time, what is no difference between stages."""
 
 TINY = 1e-30
 
@@ -51,47 +52,75 @@ class RoundCuts:
 
     layers: Sequence[Layer]
     num_ranks: int
-    _splits: list[Index] = field(default_factory=list)
-    """[start, end]: of some ranks in a round the first layer of the last, for 2, 3, … ranks."""
-    _rounds: Array | None = None
-    """[start, end]: seconds of the slowest stage of a round."""
+    _lengths: list[list[Index]] = field(default_factory=list)
+    """By limit and rank, [start, end]: layers of the last of the stages on the ranks up to it."""
+    _costs: Array | None = None
+    """By limit, [start, end]: what a round costs, time first."""
 
     def counts(self, virtual: int) -> tuple[int, ...]:
-        """Layers of each stage: the least sum of rounds, each cut so that its slowest stage is fastest; there are at
-        least as many layers as stages."""
-        size, rounds = len(self.layers), self._round_seconds()
-        usual = math.fsum(layer.points[0].seconds for layer in self.layers) / (virtual * self.num_ranks)
-        rounds = rounds + EVEN * rounds**2 / max(usual, TINY)
+        """Layers of each stage: the least sum of rounds; there are at least as many layers as stages."""
+        size = len(self.layers)
         assert size >= virtual * self.num_ranks, (size, virtual, self.num_ranks)
+        costs = self._rounds()
+        least, limit = costs.min(axis=0), costs.argmin(axis=0)
         reach, starts = np.full(size + 1, np.inf), []
         reach[0] = 0.0
         for _ in range(virtual):
-            total = reach[:, None] + rounds
+            total = reach[:, None] + least
             starts.append(total.argmin(axis=0))
             reach = total.min(axis=0)
-        ends, end = [], size
+        found: list[int] = []
+        end = size
         for round_starts in reversed(starts):
             start = int(round_starts[end])
-            ends += self._ends_within(start, end)
+            found += self._within(start, end, self._lengths[limit[start, end]])
             end = start
-        return tuple(end - start for start, end in itertools.pairwise((0, *sorted(ends))))
+        return tuple(reversed(found))
 
-    def _ends_within(self, start: int, end: int) -> list[int]:
-        found = [end]
-        for split in reversed(self._splits):
-            end = int(split[start, end])
-            found.append(end)
-        return found
+    def _within(self, start: int, end: int, lengths: Sequence[Index]) -> Iterator[int]:
+        """Layers of the stages of a round, the last first."""
+        for of_rank in reversed(lengths):
+            length = int(of_rank[start, end])
+            yield length
+            end -= length
 
-    def _round_seconds(self) -> Array:
-        if self._rounds is None:
+    def _rounds(self) -> Array:
+        if self._costs is None:
             step = TINY + EQUAL * max(layer.points[0].seconds for layer in self.layers)
-            one = np.round(fastest_seconds(self.layers) / step) * step
-            self._rounds = one
-            for _ in range(self.num_ranks - 1):
-                self._rounds, split = _joined(self._rounds, one)
-                self._splits.append(split)
-        return self._rounds
+            stage_s = np.round(fastest_seconds(self.layers) / step) * step
+            found, usual = [], len(self.layers) / self.num_ranks
+            for limit in self._limits(stage_s):
+                spread, lengths = self._spread(stage_s <= limit)
+                self._lengths.append(lengths)
+                found.append(limit * (1 + EVEN * spread / (self.num_ranks * usual**2)))
+            self._costs = np.array(found)
+        return self._costs
+
+    def _limits(self, stage_s: Array) -> list[float]:
+        """What the slowest stage of a round may take: not all that is possible where that is much."""
+        slowest, all_s = _over(stage_s, self.num_ranks), float(stage_s[0, -1])
+        longest = all_s / self.num_ranks + float(stage_s.diagonal(1).max())
+        limits = np.unique(slowest[slowest <= longest])
+        return [float(each) for each in limits[:: -math.ceil(len(limits) / MOST_LIMITS)]]
+
+    def _spread(self, fits: Mask) -> tuple[Array, list[Index]]:
+        """[start, end]: of stages that fit, the least sum of squares of what their ranks hold, in layers; and see
+        `_lengths`."""
+        size = len(fits)
+        longest = max(length for length in range(1, size) if fits.diagonal(length).any())
+        reach, lengths = np.where(np.eye(size, dtype=bool), 0.0, np.inf), []
+        for rank in range(self.num_ranks):
+            held = 1 + (self.num_ranks - rank) / self.num_ranks  # as if of three stages
+            best, taken = np.full((size, size), np.inf), np.zeros((size, size), np.int64)
+            for length in range(1, longest + 1):
+                one = np.where(fits.diagonal(length), (held * length) ** 2, np.inf)
+                total = reach[:, :-length] + one[None, :]
+                better = total < best[:, length:]
+                best[:, length:] = np.where(better, total, best[:, length:])
+                taken[:, length:] = np.where(better, length, taken[:, length:])
+            reach = best
+            lengths.append(taken)
+        return reach, lengths
 
 
 def fit_rounds(
@@ -213,10 +242,3 @@ def _over(one: Array, num_ranks: int) -> Array:
 def _slowest(first: Array, last: Array) -> Array:
     least: Array = np.maximum(first[:, :, None], last[None, :, :]).min(axis=1)
     return least
-
-
-def _joined(first: Array, last: Array) -> tuple[Array, Index]:
-    """[start, end]: the least slowest of two neighbours, and where the second begins."""
-    slowest = np.maximum(first[:, :, None], last[None, :, :])
-    split = slowest.argmin(axis=1)
-    return np.take_along_axis(slowest, split[:, None, :], axis=1)[:, 0, :], split

@@ -23,6 +23,9 @@ from autopar.solve.modes import is_forward, producer
 from autopar.solve.problem import Solution, evaluate
 from autopar.solve.stages import Layer, Point
 
+POINTS = 6
+"""Between all kept and all computed again, roughly."""
+
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
@@ -46,8 +49,8 @@ class Relaxed:
         """What each unit costs and holds under the relaxed choices; `units`: all of the model, see `Repeats.spread`;
         `cuts_s`: what a cut after each but the last costs the stages after it and before it.
 
-        Where it may be computed again, there are two points more: one in which what ops with much arithmetic give is
-        kept, one that holds only what other units bring to it.
+        Where it may be computed again, there are points more: some in which those ops run again that hold most for
+        their time, their operands being there, and one that holds only what other units bring to it.
         """
         own = tuple(self.repeats.spread(self.units))
         assert tuple(unit for unit, _ in own) == units, (units, own)
@@ -64,8 +67,8 @@ class _Tally:
     def __init__(self, relaxed: Relaxed) -> None:
         built, choice = relaxed.built, relaxed.solution.choice
         size = len(relaxed.units)
-        self.forward_s, self.backward_s, self.heavy_s = ([0.0] * size for _ in range(3))
-        self.static, self.saved, self.heavy, self.brought = ([0.0] * size for _ in range(4))
+        self.forward_s, self.backward_s, self.static, self.brought = ([0.0] * size for _ in range(4))
+        self.again_s, self.held = dict[Node, float](), dict[Node, float]()
         self.unit = units_of_nodes(built.nodes, relaxed.units)
         self.relaxed, in_flight = relaxed, relaxed.setting.ranks.kinds[0].stages[0].held
         picked = dict(zip(built.nodes, built.picked(choice), strict=True))
@@ -73,30 +76,51 @@ class _Tally:
             self._add_seconds(node, float(priced.cost[pick]))
             held = max((float(used[pick]) for used in priced.memory.values()), default=0.0)
             if is_forward(node):
-                self.saved[self.unit[node]] += held / in_flight
-                if op_name(node) in HEAVY:
-                    self.heavy[self.unit[node]] += held / in_flight
-                    self.heavy_s[self.unit[node]] += float(priced.cost[pick])
+                self.held[node] = held / in_flight
             else:
                 self.static[self.unit[node]] += held
         for edge in built.problem.edges:
             reader = built.nodes[edge.target]
             moved = float(edge.cost[choice[edge.source], choice[edge.target]])
             self._add_seconds(reader, moved / self._times(reader))
+        self.shared = set[Node]()
         for source, unit in _brought(built.nodes, self.unit):
             self.brought[unit] += self._left_bytes(source, picked)
+            self.shared.add(source)
 
     def points(self, unit: int, may_recompute: bool) -> tuple[Point, ...]:
         seconds, static = self.forward_s[unit] + self.backward_s[unit], self.static[unit]
-        light_s = self.forward_s[unit] - self.heavy_s[unit]
-        found = [Point(seconds, static, self.saved[unit])]
-        for more_s, kept in (
-            (light_s, self.heavy[unit] + self.brought[unit]),
-            (self.forward_s[unit], self.brought[unit]),
-        ):
-            if may_recompute and kept < found[-1].saved_bytes:
-                found.append(Point(seconds + more_s, static, kept))
-        return tuple(found)
+        own = [node for node in self.held if self.unit[node] == unit]
+        saved = sum(self.held[node] for node in own)
+        found = [Point(seconds, static, saved)]
+        if not may_recompute:
+            return tuple(found)
+        for more_s, freed in self._front(own):
+            found.append(Point(seconds + more_s, static, saved - freed))
+        last = Point(seconds + self.forward_s[unit], static, self.brought[unit])
+        is_leaner = last.saved_bytes < found[-1].saved_bytes and last.seconds > found[-1].seconds
+        return (*found, last) if is_leaner else tuple(found)
+
+    def _front(self, own: Sequence[Node]) -> Iterator[tuple[float, float]]:
+        """Seconds more, and bytes fewer, where what holds most for its time is computed again: what other units read is
+        kept. Ops between such ones, which hold nothing, take their part of the time."""
+        light = [node for node in own if op_name(node) not in HEAVY]
+        between_s = sum(self.again_s[node] for node in light if not self.held[node])
+        light_bytes = sum(self.held[node] for node in light) or 1.0
+
+        def more_s(node: Node) -> float:
+            is_light = op_name(node) not in HEAVY
+            return self.again_s[node] + is_light * between_s * self.held[node] / light_bytes
+
+        ops = sorted(
+            (more_s(n) / self.held[n], i, n) for i, n in enumerate(own) if self.held[n] and n not in self.shared
+        )
+        all_bytes, seconds, freed, told = sum(self.held[node] for *_, node in ops), 0.0, 0.0, 0.0
+        for *_, node in ops:
+            seconds, freed = seconds + more_s(node), freed + self.held[node]
+            if freed >= told + all_bytes / POINTS or node is ops[-1][-1]:
+                told = freed
+                yield seconds, freed
 
     def _left_bytes(self, value: Node, picked: dict[Node, Strategy]) -> float:
         return local_bytes(left_layout(value, picked), value.meta["val"].element_size(), self.relaxed.setting.mesh)
@@ -104,6 +128,7 @@ class _Tally:
     def _add_seconds(self, node: Node, seconds: float) -> None:
         if node.meta["level"] == "microbatch":
             (self.forward_s if is_forward(node) else self.backward_s)[self.unit[node]] += seconds
+            self.again_s[node] = self.again_s.get(node, 0.0) + seconds
 
     def _times(self, node: Node) -> int:
         return self.relaxed.repeats.times(self.relaxed.units[self.unit[node]])

@@ -8,7 +8,8 @@ from tests.virtual.step_models import step_of
 def test_a_layer_that_is_computed_again_holds_what_the_layer_before_brings_to_it() -> None:
     trials = trials_of(step_of("llama, 2 layers"), "4xcpu")
     relaxed = trials.relaxed(Mesh.parse("pp=2 dp=2 tp=1"))
-    layers = dict(zip(trials.skeletons.units, relaxed.layers(trials.skeletons.units, may_recompute=True), strict=True))
+    units = trials.skeletons.units
+    layers = dict(zip(units, relaxed.layers(units, True, [(0.0, 0.0)] * (len(units) - 1)), strict=True))
     node = next(n for n in relaxed.built.nodes if n.meta["key"] == "model.layers.0/aten.add/forward#1")
     residual = node.meta["val"].numel() * node.meta["val"].element_size() / 2
     for unit in ("model.layers.0", "model.layers.1"):

@@ -22,12 +22,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.problem import Array, Index, Mask
+from autopar.solve.problem import Array, Index
 from autopar.solve.ranks import in_flight_of
 from autopar.solve.stages import Layer, fastest_seconds
 
 EVEN = 1e-3
 """What memory counts beside time: of equally fast cuts the one is best whose ranks hold the least at most."""
+
+LEAN = 0.5
+"""What a stage that is faster than the slowest of its round holds, about, of what it would: the rest it computes again
+for nothing."""
 
 MOST_LIMITS = 64
 """On a round's time that are looked at."""
@@ -56,6 +60,7 @@ class RoundCuts:
     """By limit and rank, [start, end]: layers of the last of the stages on the ranks up to it."""
     _costs: Array | None = None
     """By limit, [start, end]: what a round costs, time first."""
+    _stage_s: Array = field(default_factory=lambda: np.zeros((0, 0)))
 
     def counts(self, virtual: int) -> tuple[int, ...]:
         """Layers of each stage: the least sum of rounds; there are at least as many layers as stages."""
@@ -75,7 +80,7 @@ class RoundCuts:
             start = int(round_starts[end])
             found += self._within(start, end, self._lengths[limit[start, end]])
             end = start
-        return tuple(reversed(found))
+        return self._evened(found[::-1])
 
     def _within(self, start: int, end: int, lengths: Sequence[Index]) -> Iterator[int]:
         """Layers of the stages of a round, the last first."""
@@ -84,13 +89,55 @@ class RoundCuts:
             yield length
             end -= length
 
+    def _evened(self, counts: list[int]) -> tuple[int, ...]:
+        """With a layer less on the rank that holds most for as long as another rank may take it in one of the rounds,
+        no round getting longer, and none holds as much then."""
+        size, loads = self.num_ranks, self._loads(counts)
+        while True:
+            most = max(range(size), key=lambda rank: loads[rank])
+            others = (rank for rank in range(size) if rank != most)
+            moves = itertools.product(others, range(len(counts) // size))
+            tried = (self._moved(counts, at * size + most, at * size + rank) for rank, at in moves)
+            found = [(max(self._loads(moved)), moved) for moved in tried if moved]
+            if not found or min(found)[0] >= loads[most]:
+                return tuple(counts)
+            counts = min(found)[1]
+            loads = self._loads(counts)
+
+    def _loads(self, counts: Sequence[int]) -> list[float]:
+        """What each rank holds, about: a layer for each chunk of a microbatch."""
+        size, virtual = self.num_ranks, len(counts) // self.num_ranks
+        loads = [0.0] * size
+        for first in range(0, len(counts), size):
+            times, slowest = self._times(counts, first), self._slowest(counts, first)
+            for rank, seconds in enumerate(times):
+                held = (virtual - 1) * size + 2 * (size - rank) - 1
+                loads[rank] += held * counts[first + rank] * (LEAN if seconds < slowest else 1.0)
+        return loads
+
+    def _moved(self, counts: list[int], giver: int, taker: int) -> list[int]:
+        """Of stages of a round, one layer fewer on one and one more on another; empty where the round gets longer."""
+        moved, first = list(counts), giver // self.num_ranks * self.num_ranks
+        moved[giver] -= 1
+        moved[taker] += 1
+        return moved if moved[giver] and self._slowest(moved, first) <= self._slowest(counts, first) else []
+
+    def _slowest(self, counts: Sequence[int], first: int) -> float:
+        return max(self._times(counts, first))
+
+    def _times(self, counts: Sequence[int], first: int) -> list[float]:
+        """Seconds of the stages of the round that begins with one."""
+        ends = list(itertools.accumulate(counts))
+        stages = range(first, first + self.num_ranks)
+        return [float(self._stage_s[ends[stage] - counts[stage], ends[stage]]) for stage in stages]
+
     def _rounds(self) -> Array:
         if self._costs is None:
             step = TINY + EQUAL * max(layer.points[0].seconds for layer in self.layers)
-            stage_s = np.round(fastest_seconds(self.layers) / step) * step
+            self._stage_s = np.round(fastest_seconds(self.layers) / step) * step
             found, usual = [], len(self.layers) / self.num_ranks
-            for limit in self._limits(stage_s):
-                spread, lengths = self._spread(stage_s <= limit)
+            for limit in self._limits(self._stage_s):
+                spread, lengths = self._spread(limit)
                 self._lengths.append(lengths)
                 found.append(limit * (1 + EVEN * spread / (self.num_ranks * usual**2)))
             self._costs = np.array(found)
@@ -103,17 +150,18 @@ class RoundCuts:
         limits = np.unique(slowest[slowest <= longest])
         return [float(each) for each in limits[:: -math.ceil(len(limits) / MOST_LIMITS)]]
 
-    def _spread(self, fits: Mask) -> tuple[Array, list[Index]]:
+    def _spread(self, limit: float) -> tuple[Array, list[Index]]:
         """[start, end]: of stages that fit, the least sum of squares of what their ranks hold, in layers; and see
         `_lengths`."""
-        size = len(fits)
+        size, fits = len(self._stage_s), self._stage_s <= limit
+        lean = np.where(self._stage_s < limit, LEAN, 1.0)
         longest = max(length for length in range(1, size) if fits.diagonal(length).any())
         reach, lengths = np.where(np.eye(size, dtype=bool), 0.0, np.inf), []
         for rank in range(self.num_ranks):
             held = 1 + (self.num_ranks - rank) / self.num_ranks  # as if of three stages
             best, taken = np.full((size, size), np.inf), np.zeros((size, size), np.int64)
             for length in range(1, longest + 1):
-                one = np.where(fits.diagonal(length), (held * length) ** 2, np.inf)
+                one = np.where(fits.diagonal(length), (held * length * lean.diagonal(length)) ** 2, np.inf)
                 total = reach[:, :-length] + one[None, :]
                 better = total < best[:, length:]
                 best[:, length:] = np.where(better, total, best[:, length:])

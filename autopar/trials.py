@@ -204,7 +204,9 @@ class Trials:
             return {1: ()}
         if mesh not in self._cut_counts:
             rounds = RoundCuts(as_layers(self._least[mesh], self.bounds.cuts_s(mesh)), mesh.num_stages)
-            self._cut_counts[mesh] = {v: rounds.counts(v) if v > 1 else () for v in self.virtuals(mesh)}
+            found = {v: rounds.counts(v, self.microbatches) for v in self.virtuals(mesh) if v > 1}
+            honest = {v: each.counts for v, each in found.items() if each.is_honest or len(self.virtuals(mesh)) == 1}
+            self._cut_counts[mesh] = {v: () for v in self.virtuals(mesh) if v == 1} | honest
         return self._cut_counts[mesh]
 
     def relaxed(self, mesh: Mesh, cutoff: float = math.inf) -> Relaxed:

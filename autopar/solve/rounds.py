@@ -1,7 +1,7 @@
 """The second level where a rank has several stages: which layers form which, so that rounds are short.
 
-    counts = RoundCuts(layers, num_ranks=4).counts(virtual=2)           # layers of each of the eight stages
-    fitted = fit_rounds(layers, counts, num_ranks=4, microbatches=16, capacity=80e9)
+    found = RoundCuts(layers, num_ranks=4).counts(virtual=2, microbatches=16)   # layers of each of the eight stages
+    fitted = fit_rounds(layers, found.counts, num_ranks=4, microbatches=16, capacity=80e9)
 
 With v stages a rank a step takes what `solve.ranks` says. Memory is a rank's, all of its stages together, and these
 lie far apart in the model: so the cut is by time first, and what is computed again is chosen afterwards, rank by rank.
@@ -25,9 +25,16 @@ import numpy as np
 from autopar.solve.problem import Array, Index
 from autopar.solve.ranks import in_flight_of
 from autopar.solve.stages import Layer, fastest_seconds
+from autopar.solve.waiting import waited_s
 
 EVEN = 1e-3
 """What memory counts beside time: of equally fast cuts the one is best whose ranks hold the least at most."""
+
+APART = (0.0, 0.3)
+"""What neighbouring rounds cost more, in parts of their difference, in the cuts that are looked at."""
+
+HONEST = 0.02
+"""By which part a simulated step may take longer than is said of it."""
 
 LEAN = 0.5
 """What a stage that is faster than the slowest of its round holds, about, of what it would: the rest it computes again
@@ -50,37 +57,67 @@ class RoundCut:
     objective: float
 
 
+@dataclass(frozen=True, slots=True)
+class RoundCounts:
+    """Layers of each stage; what a step takes by simulation, and by `step_s`, layers being at their fastest points."""
+
+    counts: tuple[int, ...]
+    waited_s: float
+    said_s: float
+
+    @property
+    def is_honest(self) -> bool:
+        """Whether ranks don't wait for other rounds than their own, or little."""
+        return self.waited_s <= self.said_s * (1 + HONEST)
+
+
 @dataclass(slots=True)
 class RoundCuts:
     """Of some layers on `num_ranks` ranks, for any number of stages a rank."""
 
     layers: Sequence[Layer]
     num_ranks: int
+    _limits: list[float] = field(default_factory=list)
+    """What the slowest stage of a round may take."""
     _lengths: list[list[Index]] = field(default_factory=list)
     """By limit and rank, [start, end]: layers of the last of the stages on the ranks up to it."""
     _costs: Array | None = None
     """By limit, [start, end]: what a round costs, time first."""
     _stage_s: Array = field(default_factory=lambda: np.zeros((0, 0)))
 
-    def counts(self, virtual: int) -> tuple[int, ...]:
-        """Layers of each stage: the least sum of rounds; there are at least as many layers as stages."""
-        size = len(self.layers)
-        assert size >= virtual * self.num_ranks, (size, virtual, self.num_ranks)
-        costs = self._rounds()
-        least, limit = costs.min(axis=0), costs.argmin(axis=0)
-        reach, starts = np.full(size + 1, np.inf), []
-        reach[0] = 0.0
-        for _ in range(virtual):
-            total = reach[:, None] + least
-            starts.append(total.argmin(axis=0))
-            reach = total.min(axis=0)
+    def counts(self, virtual: int, microbatches: int) -> RoundCounts:
+        """The cut of which a step takes least, simulated, among those with the least sum of rounds where unlike rounds
+        cost more or less; there are at least as many layers as stages."""
+        assert len(self.layers) >= virtual * self.num_ranks, (len(self.layers), virtual, self.num_ranks)
+        fastest = [0] * len(self.layers)
+        found = []
+        for apart in APART:
+            counts = self._evened(self._cheapest(virtual, apart))
+            stage_s = _stage_seconds(self.layers, counts, fastest)
+            waited = waited_s(stage_s, self.num_ranks, microbatches)
+            said = step_s(self.layers, counts, fastest, self.num_ranks, microbatches)
+            found.append(RoundCounts(counts, waited, said))
+        return min(found, key=lambda each: each.waited_s)
+
+    def _cheapest(self, virtual: int, apart: float) -> list[int]:
+        """Layers of each stage, where neighbouring rounds cost `apart` of their difference more."""
+        size, costs = len(self.layers), self._rounds()
+        more = apart * np.abs(np.subtract.outer(self._limits, self._limits))
+        reach, starts, befores = np.full((len(costs), size + 1), np.inf), list[Index](), list[Index]()
+        reach[:, 0] = 0.0
+        for number in range(virtual):
+            ahead = reach[:, None, :] + (more * (number > 0))[:, :, None]  # [limit before, limit, start]
+            befores.append(ahead.argmin(axis=0))
+            total = ahead.min(axis=0)[:, :, None] + costs
+            starts.append(total.argmin(axis=1))
+            reach = total.min(axis=1)
         found: list[int] = []
-        end = size
-        for round_starts in reversed(starts):
-            start = int(round_starts[end])
-            found += self._within(start, end, self._lengths[limit[start, end]])
-            end = start
-        return self._evened(found[::-1])
+        end, limit = size, int(reach[:, size].argmin())
+        for start_of, before in zip(reversed(starts), reversed(befores), strict=True):
+            start = int(start_of[limit, end])
+            found += self._within(start, end, self._lengths[limit])
+            end, limit = start, int(before[limit, start])
+        return found[::-1]
 
     def _within(self, start: int, end: int, lengths: Sequence[Index]) -> Iterator[int]:
         """Layers of the stages of a round, the last first."""
@@ -136,17 +173,18 @@ class RoundCuts:
             step = TINY + EQUAL * max(layer.points[0].seconds for layer in self.layers)
             self._stage_s = np.round(fastest_seconds(self.layers) / step) * step
             found, usual = [], len(self.layers) / self.num_ranks
-            for limit in self._limits(self._stage_s):
+            self._limits = self._possible()
+            for limit in self._limits:
                 spread, lengths = self._spread(limit)
                 self._lengths.append(lengths)
                 found.append(limit * (1 + EVEN * spread / (self.num_ranks * usual**2)))
             self._costs = np.array(found)
         return self._costs
 
-    def _limits(self, stage_s: Array) -> list[float]:
-        """What the slowest stage of a round may take: not all that is possible where that is much."""
-        slowest, all_s = _over(stage_s, self.num_ranks), float(stage_s[0, -1])
-        longest = all_s / self.num_ranks + float(stage_s.diagonal(1).max())
+    def _possible(self) -> list[float]:
+        """Seconds of the slowest stage of a round, not all where there are many."""
+        slowest, all_s = _over(self._stage_s, self.num_ranks), float(self._stage_s[0, -1])
+        longest = all_s / self.num_ranks + float(self._stage_s.diagonal(1).max())
         limits = np.unique(slowest[slowest <= longest])
         return [float(each) for each in limits[:: -math.ceil(len(limits) / MOST_LIMITS)]]
 
@@ -154,14 +192,13 @@ class RoundCuts:
         """[start, end]: of stages that fit, the least sum of squares of what their ranks hold, in layers; and see
         `_lengths`."""
         size, fits = len(self._stage_s), self._stage_s <= limit
-        lean = np.where(self._stage_s < limit, LEAN, 1.0)
         longest = max(length for length in range(1, size) if fits.diagonal(length).any())
         reach, lengths = np.where(np.eye(size, dtype=bool), 0.0, np.inf), []
         for rank in range(self.num_ranks):
             held = 1 + (self.num_ranks - rank) / self.num_ranks  # as if of three stages
             best, taken = np.full((size, size), np.inf), np.zeros((size, size), np.int64)
             for length in range(1, longest + 1):
-                one = np.where(fits.diagonal(length), (held * length * lean.diagonal(length)) ** 2, np.inf)
+                one = np.where(fits.diagonal(length), (held * length) ** 2, np.inf)
                 total = reach[:, :-length] + one[None, :]
                 better = total < best[:, length:]
                 best[:, length:] = np.where(better, total, best[:, length:])

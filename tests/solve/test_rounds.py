@@ -88,7 +88,7 @@ def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
     for p, v, size in [(2, 2, 7), (2, 3, 8), (3, 2, 8)]:
         seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(size)]
         layers, points = layers_of(seconds, sent_s), [0] * size
-        found = RoundCuts(layers, p).counts(v)
+        found = RoundCuts(layers, p).counts(v, 6).counts
         assert len(found) == p * v and min(found) > 0 and sum(found) == size
         best = math.inf
         for at in itertools.combinations(range(1, size), p * v - 1):
@@ -102,7 +102,7 @@ def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
 
 
 def test_rounds_are_alike_where_time_is_equal():
-    assert RoundCuts(layers_of([1.0] * 12), 2).counts(3) == (2,) * 6
+    assert RoundCuts(layers_of([1.0] * 12), 2).counts(3, 6).counts == (2,) * 6
 
 
 def test_leaner_points_where_a_rank_is_full():

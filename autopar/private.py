@@ -122,17 +122,22 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> fx.GraphMod
     return graph
 
 
-def functionalize(graph: fx.GraphModule, mode: Any) -> fx.GraphModule:
-    """The same graph without mutating ops: a second trace, under functional tensors of the same fake mode."""
+def trace_functional(function: Callable[..., Any], arguments: Sequence[Any]) -> fx.GraphModule:
+    """`trace` under functional tensors: the graph has no mutating ops."""
     wrap = _private("torch._subclasses.functional_tensor", "dispatch_functionalize")
     functional_mode = _private("torch._subclasses.functional_tensor", "FunctionalTensorMode")
+    return trace(wrap(function, functional_mode()), arguments)
+
+
+def functionalize(graph: fx.GraphModule, mode: Any) -> fx.GraphModule:
+    """The same graph without mutating ops: a second trace, at the same fake values."""
 
     def run(*arguments: Any) -> Any:
         return fx.Interpreter(graph).run(*arguments, enable_io_processing=False)
 
     values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with mode:
-        return trace(wrap(run, functional_mode()), values)
+        return trace_functional(run, values)
 
 
 def gradients(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:

@@ -209,10 +209,8 @@ class _Template:
     ) -> fx.GraphModule:
         try:
             with self.mode, torch.no_grad():
-                graph = private.trace(function, arguments)
-            if not functional:
-                return graph
-            return clean(private.functionalize(graph, self.mode), self.mode, kept=ADDED_PRODUCTS)
+                graph = (private.trace_functional if functional else private.trace)(function, arguments)
+            return clean(graph, self.mode, kept=ADDED_PRODUCTS) if functional else graph
         except Exception as error:
             name = type(self.optimizer).__name__
             raise CaptureError(

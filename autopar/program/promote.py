@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_aggregate
 
+from autopar.capture.graphs import Uncompiled
 from autopar.program.parts import Pipeline, StageProgram, Value
+from autopar.rules.nodes import copy_graph
 
 
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,24 +38,22 @@ def promote_graph(module: GraphModule) -> GraphModule:
     root = torch.nn.Module()
     for name in {str(n.target) for n in graph.nodes if n.op == "get_attr"}:
         setattr(root, name, promoted(getattr(module, name)))
-    return GraphModule(root, graph)
+    return Uncompiled(root, graph)
 
 
 def promote_nodes(nodes: Graph) -> Graph:
-    """A copy of the graph whose dtype arguments are promoted; nodes keep their `meta`."""
-    graph = Graph()
-    env: dict[torch.fx.Node, torch.fx.Node] = {}
-    output = graph.graph_copy(nodes, env)
-    graph.output(output)
+    """A copy of the graph whose dtype arguments are promoted; nodes keep what their `meta` holds."""
+    graph, _ = copy_graph(nodes)
     for node in graph.nodes:
-        node.args, node.kwargs = pytree.tree_map(
-            lambda a: promoted_dtype(a) if isinstance(a, torch.dtype) else a,
-            (node.args, node.kwargs),
-            is_leaf=lambda a: isinstance(a, torch.fx.Node),
-        )
-    for source, copy in env.items():
-        copy.meta = source.meta
+        given = (node.args, node.kwargs)
+        changed: Any = map_aggregate(given, _promoted_argument)
+        if changed != given:
+            node.args, node.kwargs = changed
     return graph
+
+
+def _promoted_argument(argument: Any) -> Any:
+    return promoted_dtype(argument) if isinstance(argument, torch.dtype) else argument
 
 
 def promote_pipeline(pipeline: Pipeline) -> Pipeline:

@@ -1,5 +1,7 @@
 """Formulas in batch and sequence, against counts of steps captured at those sizes."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,11 @@ def step(batch, sequence):
     return TrainStep(Tiny(), {"tokens": tokens, "targets": tokens})
 
 
+@functools.cache
+def formulas():
+    return step(3, 10).formulas()
+
+
 def counted(step):
     captured = step.capture()
     graph = annotated(captured, 1, Cut.single(units_of(captured.gradient.graph)[0])).graph
@@ -42,12 +49,12 @@ def counted(step):
 
 @pytest.mark.parametrize(("batch", "sequence"), [(2, 7), (5, 7), (2, 33)])
 def test_matmul_flops_are_those_of_the_rules_at_any_size(batch, sequence):
-    formula = step(3, 10).formulas()["matmul_flops"]
+    formula = formulas()["matmul_flops"]
     assert int(formula.subs({BATCH: batch, SEQUENCE: sequence})) == counted(step(batch, sequence))
 
 
 def test_saved_bytes_grow_with_the_tokens_and_parameters_do_not():
-    found = step(3, 10).formulas()
+    found = formulas()
     assert found["parameter_bytes"] == 4 * sum(p.numel() for p in Tiny().parameters())
     saved = found["saved_bytes"]
     assert saved.free_symbols == {BATCH, SEQUENCE}

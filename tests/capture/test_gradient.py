@@ -64,8 +64,12 @@ def image_loss(output: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(output, batch[1])
 
 
-@functools.cache
 def make_step(name: str, microbatches: int = 1, **options: Any) -> tuple[TrainStep, Any]:
+    return _made(name, microbatches, **options)
+
+
+@functools.cache  # which would keep a step for each way to say the same
+def _made(name: str, microbatches: int, **options: Any) -> tuple[TrainStep, Any]:
     torch.manual_seed(0)
     model: nn.Module
     if name == "gpt":

@@ -3,8 +3,8 @@
     python -m tests.dist.agreement                              # every model, the solver's plan and dp=2 tp=2
     python -m tests.dist.agreement --models gpt llama --steps 5
 
-For each model the plan is made and run on the virtual mesh in the program's own precision; then 4 ranks run the same
-program, once with `deterministic=True`, once without, from the same weights. Losses, final parameters and buffers are
+For each model the plan is made, compiled, and run on the virtual mesh in the program's own precision; then 4 ranks run
+the saved program, once with `deterministic=True`, once without, from the same weights. Losses, final parameters and buffers are
 compared; the table says how far apart they are.
 """
 
@@ -20,19 +20,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from autopar.compiling import compile
-from autopar.planning import plan
-from autopar.plans import Plan
 from autopar.program.launch import run_ranks
 from autopar.program.parts import Slot
 from autopar.program.program import Program
 from autopar.program.virtual import VirtualMesh
+from tests.dist.against_eager import load
 from tests.virtual.step_models import MODELS, step_of, weights_of
 
-RANKS = 4
+RANKS, MICROBATCHES = 4, 2
 PINS = ("", "dp=2, tp=2")
 WAYS = (True, False)
 """Whether reductions are deterministic."""
+FOUND = "found.pt"
 
 State = dict[str, Any]
 
@@ -59,33 +58,26 @@ def zero_states(program: Program) -> dict[str, torch.Tensor]:
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------
-def rank_main(folder: Path, steps: int) -> None:
+def compare(folder: Path) -> None:
     """Runs every program of the folder in both ways; rank 0 writes the greatest differences."""
-    dist.init_process_group("gloo")
     found: dict[str, list[float]] = {}
-    for path in sorted(folder.glob("*.json")):
-        for deterministic in WAYS:
-            found.setdefault(path.stem, []).append(greatest_difference(path, steps, deterministic))
+    for path in sorted(folder.glob("*.agreement")):
+        expected: State = torch.load(path)
+        program = path.with_suffix("")
+        found[expected["title"]] = [greatest_difference(program, expected, deterministic) for deterministic in WAYS]
     if dist.get_rank() == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(found, folder / FOUND)
     dist.barrier()
-    dist.destroy_process_group()
 
 
-def greatest_difference(path: Path, steps: int, deterministic: bool) -> float:
+def greatest_difference(program: Path, expected: State, deterministic: bool) -> float:
     """Of any loss, parameter and buffer, on any rank, and of all state through a checkpoint."""
-    expected: State = torch.load(path.with_suffix(".pt"))
-    made = Plan.load(str(path))
-    step = step_of(expected["model"], made.microbatches)
-    trainer = compile(step, made).start(deterministic=deterministic)
-    for name, weight in weights_of(step).items():
-        for kind in ("param", "buffer"):
-            if (slot := Slot(kind, name)) in trainer.executor.slots:
-                trainer.state.load(slot, weight.clone())
-    losses = [float(trainer.step(step.batch)["loss"]) for _ in range(steps)]
+    step = step_of(expected["model"], MICROBATCHES)
+    trainer = load(program, step, deterministic=deterministic)
+    losses = [float(trainer.step(step.batch)["loss"]) for _ in expected["losses"]]
     found = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)]
     found += differences(trainer, expected)
-    found += checkpoint_differences(trainer, path.with_suffix(""))
+    found += checkpoint_differences(trainer, program.with_suffix(f".checkpoint{deterministic}"))
     trainer.communicator.close()
     worst = torch.tensor(max(found), dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -125,23 +117,34 @@ def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 # -- results ------------------------------------------------------------------------------------------------------
+def save_programs(folder: Path, models: list[str], steps: int) -> None:
+    """A folder of each program, and beside it what the virtual mesh makes of it."""
+    from autopar.compiling import compile
+    from autopar.planning import plan
+
+    for index, (model, pins) in enumerate((model, pins) for model in models for pins in PINS):
+        step = step_of(model, MICROBATCHES)
+        program = compile(step, plan(step, f"{RANKS}xcpu", pin=pins or None))
+        program.save(folder / str(index))
+        state = {"model": model, "title": f"{model}; {pins or 'solver'}", **expected_state(program, steps)}
+        torch.save(state, folder / f"{index}.agreement")
+
+
+def found_differences(folder: Path) -> dict[str, list[float]]:
+    """`"model; pins"` → greatest differences with deterministic reductions and without, once ranks have run."""
+    found: dict[str, list[float]] = torch.load(folder / FOUND)
+    return found
+
+
 def agreement(models: list[str], steps: int) -> dict[str, list[float]]:
-    """`"model; pins"` → greatest differences with deterministic reductions and without."""
+    """`found_differences` of models."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for index, (model, pins) in enumerate((model, pins) for model in models for pins in PINS):
-            made = plan(step_of(model, 2), f"{RANKS}xcpu", pin=pins or None)
-            program = compile(step_of(model, 2), made)
-            made.save(str(folder / f"{index}.json"))
-            state = {"model": model, "title": f"{model}; {pins or 'solver'}", **expected_state(program, steps)}
-            torch.save(state, folder / f"{index}.pt")
+        save_programs(Path(name), models, steps)
         env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
-        command = ["-m", "tests.dist.agreement", "--rank", str(folder), "--steps", str(steps)]
-        status = run_ranks(RANKS, command, env=env, timeout_s=600)
+        status = run_ranks(RANKS, ["-m", "tests.dist.agreement", "--rank", name], env=env, timeout_s=600)
         if status:
             raise SystemExit(f"the ranks ended with status {status}")
-        found: dict[str, list[float]] = torch.load(folder / "found.pt")
-        return {torch.load(folder / f"{stem}.pt")["title"]: differences for stem, differences in found.items()}
+        return found_differences(Path(name))
 
 
 def main() -> None:
@@ -152,7 +155,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.rank:
-        rank_main(Path(arguments.rank), arguments.steps)
+        dist.init_process_group("gloo")
+        compare(Path(arguments.rank))
+        dist.destroy_process_group()
         return
     print("| model; plan | deterministic | otherwise |\n|---|---|---|")
     for title, (exact, close) in agreement(arguments.models, arguments.steps).items():

@@ -178,8 +178,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
 }
 
 
-@functools.cache
 def step_of(name: str, microbatches: int = 1) -> TrainStep:
+    return _step_of(name, microbatches)
+
+
+@functools.cache  # which would keep a step for each way to say the same
+def _step_of(name: str, microbatches: int) -> TrainStep:
     factory, batch, optimizer = MODELS[name]
     torch.manual_seed(0)
     return TrainStep(factory(), batch(), optimizer=optimizer, microbatches=microbatches)

@@ -28,7 +28,7 @@ from autopar.key_globs import forward_globs
 from autopar.layers import Cut
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.pins import Pins
-from autopar.pipeline_bounds import PipelineBounds, Priced, as_layers
+from autopar.pipeline_bounds import PipelineBounds, as_layers
 from autopar.program.generators import INTERLEAVED
 from autopar.program.parts import Pipeline
 from autopar.relaxed import Relaxed, fill
@@ -54,9 +54,6 @@ LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
 PRICES = ((0.03, 0), (0.05, -1), (0.15, 0), (0.4, 0), (1.6, 0))
 """Of memory, where it binds: the part of the step's time that all of a device's memory is worth, on the stage where
 so many microbatches are in flight as on the first, or on the last; tried one by one for as long as that helps."""
-
-HELD_PRICES = (0.05, 0.1, 0.02, 0.2)
-"""Of memory in bounds, as `PRICES`."""
 
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
@@ -173,30 +170,14 @@ class Trials:
             built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
-            self._least[mesh] = self._units(built).least()
-        return self._pipeline(mesh).least_s([Priced(self._least[mesh])])
-
-    def held_s(self, mesh: Mesh, enough: float) -> float:
-        """The same within the memory, at one price of it after another until that is `enough`, or helps no more."""
-        recompute = "auto" if self.pins.recompute is None and self.may_recompute else self.pins.recompute or "none"
-        built, bounds = build_problem(self.whole, replace(self._alone(mesh), recompute=recompute)), self._pipeline(mesh)
-        known, found = [Priced(self._least[mesh])], self.units_s(mesh)
-        worth_s = found / self.microbatches / self.capacity
-        for part in HELD_PRICES:
-            byte_s = part * worth_s
-            known.append(Priced(self._units(built, byte_s).least(), byte_s))
-            found = max(found, bounds.least_s(known))
-            if found >= enough:
-                break
-        return found
-
-    def _units(self, built: BuiltProblem, byte_s: float = 0.0) -> UnitBounds:
-        return UnitBounds(built, self.whole.cut.units, self.whole.repeats, 1 / self.microbatches, byte_s)
+            once = 1 / self.microbatches
+            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).least()
+        return self._pipeline(mesh).least_s(self._least[mesh])
 
     def _pipeline(self, mesh: Mesh) -> PipelineBounds:
         ranks, cuts_s = mesh.num_stages, self.bounds.cuts_s(mesh)
         through_s = sum(self.bounds.phases_s(mesh, PHASES).values())
-        return PipelineBounds(ranks, self.microbatches, self.capacity, cuts_s, through_s, self._counts(mesh))
+        return PipelineBounds(ranks, self.microbatches, cuts_s, through_s, self._counts(mesh))
 
     def _counts(self, mesh: Mesh) -> dict[int, tuple[int, ...]]:
         """Units of each stage, by the number of stages a rank: by what units take at least; none where it is one."""

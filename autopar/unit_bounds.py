@@ -12,8 +12,7 @@ k * w - (w - v): its cost is k times the least of (layer + r * onto the next) wi
 What comes right before or after the layers (an embedding, a head) is decided together with its neighbour, too, and what
 both cost more than each by itself is counted where they are on one stage.
 
-Where each byte that it holds has a price, it takes the least of its time and that (`pipeline_bounds`). What a unit does
-once a step counts `once` times.
+What a unit does once a step counts `once` times.
 """
 
 from __future__ import annotations
@@ -77,8 +76,6 @@ class UnitBounds:
     units: tuple[str, ...]
     repeats: Repeats
     once: float
-    byte_s: float = 0.0
-    """What each byte costs that a unit holds at the stage's first moment, in seconds of a microbatch."""
 
     def least(self) -> Least:
         """Of the units of the model, and of neighbours."""
@@ -143,8 +140,7 @@ class UnitBounds:
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
             names.append((unit, name))
-            once, held = self.once if priced.row else 1.0, priced.memory.get(0, 0.0)
-            own = Node(name, (once * priced.cost + self.byte_s * held) / self.repeats.times(unit), 0)
+            own = Node(name, (self.once if priced.row else 1.0) * priced.cost / self.repeats.times(unit))
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
         for edge in built.problem.edges:

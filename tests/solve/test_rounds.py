@@ -13,6 +13,7 @@ from autopar.program.schedule import simulate
 from autopar.solve.ranks import Owned, in_flight_of, ranks_of
 from autopar.solve.rounds import RoundCuts, fit_rounds, least_s, step_s
 from autopar.solve.stages import Layer, Point, fastest_seconds
+from autopar.solve.waiting import waited_s
 
 SIZES = [(2, 1, 4), (2, 2, 4), (4, 2, 16), (4, 3, 12), (8, 4, 32)]
 """(ranks, stages of each, microbatches)"""
@@ -54,6 +55,23 @@ def test_unequal_stages_take_no_more_than_rounds_of_the_slowest(p, v, m):
         stage_s = [rng.choice([0.6, 1.0, 1.2]) for _ in range(p * v)]
         simulated = simulated_s(stage_s, p, v, m)
         assert 0.95 * simulated <= modelled_s(stage_s, p, v, m) <= 1.35 * simulated
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (2, 7, 6), (4, 3, 32), (8, 4, 64), (3, 2, 8)])
+def test_waiting_action_by_action_is_what_the_simulation_says(p, v, m):
+    rng = random.Random(p * v * m)
+    for _ in range(3):
+        stage_s = [rng.choice([2.0, 3.0]) for _ in range(p * v)]
+        simulated = simulated_s(stage_s, p, v, m)
+        assert waited_s(stage_s, p, m) == pytest.approx(simulated, rel=1e-9 if m <= 3 * p else 0.02)
+
+
+def test_unlike_rounds_wait_for_each_other_which_a_sum_over_rounds_does_not_see():
+    stage_s = [2.0] * 8 + [3.0] * 24
+    waited = waited_s(stage_s, 8, 64)
+    assert modelled_s(stage_s, 8, 4, 64) < 0.97 * waited and waited == pytest.approx(simulated_s(stage_s, 8, 4, 64))
+    alike = [2.0, 2.0, *[3.0] * 6] * 4
+    assert modelled_s(alike, 8, 4, 64) == pytest.approx(waited_s(alike, 8, 64))
 
 
 @pytest.mark.parametrize(("p", "v", "m"), SIZES)
@@ -103,6 +121,31 @@ def test_no_cut_has_shorter_rounds_nor_is_below_the_bound(sent_s):
 
 def test_rounds_are_alike_where_time_is_equal():
     assert RoundCuts(layers_of([1.0] * 12), 2).counts(3, 6).counts == (2,) * 6
+
+
+def test_eighty_layers_and_a_head_are_cut_so_that_rounds_are_alike():
+    """82 units on 32 stages: not in rounds of two layers and of three, but with the faster stages in all of them."""
+    cuts = RoundCuts(layers_of([0.1, *[1.0] * 80, 1.2], 0.01), 8)
+    for virtual in (2, 3, 4, 5):
+        found = cuts.counts(virtual, 64)
+        assert found.is_honest and sum(found.counts) == 82
+    assert not RoundCuts(layers_of([1.0] * 128), 16).counts(3, 64).is_honest
+
+
+def test_the_fullest_rank_has_the_faster_stages():
+    """Rank 0 of four holds most microbatches."""
+    counts = RoundCuts(layers_of([1.0] * 22), 4).counts(2, 16).counts
+    of_ranks = [sum(counts[rank::4]) for rank in range(4)]
+    assert of_ranks[0] == min(of_ranks) and max(counts) == 3
+
+
+def test_what_is_faster_than_its_round_computes_again_for_nothing():
+    """The second round has a layer less on rank 0, which may take both of its layers' leaner points there."""
+    layers = layers_of([1.0] * 11)
+    free, tight = (fit_rounds(layers, (3, 3, 2, 3), 2, 4, capacity) for capacity in (100.0, 28.0))
+    assert sum(tight.points[6:8]) and not any(tight.points[:6])
+    more = sum(tight.points) / 3
+    assert tight.objective == pytest.approx(free.objective + more / 2)  # of the microbatch that fills the pipeline
 
 
 def test_leaner_points_where_a_rank_is_full():

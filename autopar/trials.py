@@ -115,6 +115,7 @@ class Trials:
     _bounds: Bounds | None = None
     _least: dict[Mesh, Least] = field(default_factory=dict)
     """Of pipelines whose units are bounded: the least seconds of each."""
+    _resharders: dict[Mesh, Resharder] = field(default_factory=dict)
     _cut_counts: dict[Mesh, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     _alone_built: dict[Mesh, BuiltProblem] = field(default_factory=dict)
     """The one-stage problems of the last of these that aren't relaxed yet."""
@@ -428,12 +429,19 @@ class Trials:
             ranks=ranks_of(mesh, self.microbatches, likeness.like),
             capacity=self.capacity,
             compute=self._compute_s,
-            resharder=Resharder(mesh, price),
+            resharder=self._resharder(mesh),
             transfer=lambda num_bytes: price("p2p", "pp", num_bytes) if stages > 1 else 0.0,
             allowed=allowed,
             alike=allowed.alike,
             recompute=self.pins.recompute or "none",
         )
+
+    def _resharder(self, mesh: Mesh) -> Resharder:
+        """One for all problems of a mesh: much of their time goes into its paths."""
+        once = replace(mesh, virtual=1)
+        if once not in self._resharders:
+            self._resharders[once] = Resharder(mesh, prices(self.cluster, mesh))
+        return self._resharders[once]
 
     def _compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         return compute_s(self.cluster.device, flops, num_bytes, dtype)

@@ -9,8 +9,6 @@ have in common: one problem stands for all of them.
 Where a layer is followed by its like, it also brings its values onto the next, in the layouts that both have. Let v be
 what a layer takes at least, and w with that. A stage with k of them, which decide as one, takes at least
 k * w - (w - v): its cost is k times the least of (layer + r * onto the next) with r = 1 - 1/k, which is concave in r.
-What comes right before or after the layers (an embedding, a head) is decided together with its neighbour, too, and what
-both cost more than each by itself is counted where they are on one stage.
 
 What a unit does once a step counts `once` times.
 """
@@ -19,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,9 +38,6 @@ GAP, TIME_LIMIT_S = 5e-3, 2.0
 _Between = tuple[str, str, int]
 """An edge of a unit: its ends, and which of several such edges it is."""
 
-_Across = tuple[str, str, Array]
-"""An edge from one unit to another: its ends, and what it costs."""
-
 
 @dataclass(slots=True)
 class _Unit:
@@ -55,12 +50,12 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """Seconds that no plan's stage takes less than: those of its units, and of each two neighbours in it."""
+    """Seconds that no plan's stage takes less than: those of its units, and of neighbours in it."""
 
     seconds: tuple[float, ...]
     """Of each unit of the model."""
     joined: tuple[float, ...] = ()
-    """What a unit and the next one cost together beyond these."""
+    """What a unit and the next one, which is like it, cost beyond these where they are on one stage."""
 
     @property
     def whole(self) -> float:
@@ -78,40 +73,25 @@ class UnitBounds:
     once: float
 
     def least(self) -> Least:
-        """Of the units of the model, and of neighbours."""
-        parts, across = self._parts()
+        """Of the units of the model."""
+        parts = self._parts()
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
-        joined: dict[tuple[str, str], float] = {}
+        onward: dict[str, float] = {}
         for units in alike.values():
             least = self._least(_in_common([parts[unit] for unit in units]))
             found |= dict.fromkeys(units, least)
-            joined |= {(u, u): self._least(parts[u]) - least for u in units if self._follows_itself(u)}
-        for one, other in self._neighbours(parts):
-            both = self._least(_together(parts, across, one, other))
-            joined[one, other] = both - found[one] - found[other]
+            onward |= {u: max(0.0, self._least(parts[u]) - least) for u in units if self._follows_itself(u)}
         like = [like for _, like in self.repeats.spread(self.units)]
-        pairs = itertools.pairwise(like)
-        return Least(
-            tuple(found.get(unit, 0.0) for unit in like), tuple(max(0.0, joined.get(pair, 0.0)) for pair in pairs)
-        )
+        joined = [onward.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
+        return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined))
 
     def _follows_itself(self, unit: str) -> bool:
         """Whether a unit stands for several, one after another."""
         run = next((run for run in self.repeats.runs if run.place(unit) is not None), None)
         return run is not None and run.period == 1 and self.repeats.times(unit) > 1
-
-    def _neighbours(self, parts: Mapping[str, _Unit]) -> Iterator[tuple[str, str]]:
-        """A layer of a run and what isn't of one beside it; no unit twice."""
-        taken = set[str]()
-        for pair in itertools.pairwise(self.units):
-            is_layer = [self._kind(unit)[1] >= 0 for unit in pair]
-            is_single = all(unit in parts and self.repeats.times(unit) == 1 for unit in pair)
-            if is_single and is_layer[0] != is_layer[1] and taken.isdisjoint(pair):
-                taken.update(pair)
-                yield pair
 
     def _kind(self, unit: str) -> tuple[str, int]:
         """Equal for the blocks of a run at the same place of its period."""
@@ -128,14 +108,12 @@ class UnitBounds:
         problem = Problem(nodes, edges)
         return max(0.0, solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S).bound)
 
-    def _parts(self) -> tuple[dict[str, _Unit], dict[tuple[str, str], list[_Across]]]:
-        """The nodes and inner edges of each unit, as one of those for which it stands has them; and the edges from one
-        unit to another."""
+    def _parts(self) -> dict[str, _Unit]:
+        """The nodes and inner edges of each unit, as one of those for which it stands has them."""
         built = self.built
         unit_of = units_of_nodes(built.nodes, self.units)
         names: list[tuple[str, str]] = []
         parts: dict[str, _Unit] = defaultdict(_Unit)
-        across: dict[tuple[str, str], list[_Across]] = defaultdict(list)
         for node, priced, options in zip(built.nodes, built.problem.nodes, built.strategies, strict=True):
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
@@ -150,9 +128,7 @@ class UnitBounds:
                 cost, edges = once * edge.cost / self.repeats.times(unit), parts[unit].edges
                 number = next(n for n in range(len(edges) + 1) if (source, target, n) not in edges)
                 edges[source, target, number] = cost
-            else:
-                across[unit, other].append((source, target, once * edge.cost))
-        return dict(parts), across
+        return dict(parts)
 
 
 def _name(node: fx.Node, unit: str) -> str:
@@ -162,24 +138,6 @@ def _name(node: fx.Node, unit: str) -> str:
         return f"{_name(source, unit)}[{item}] to the {node.meta['phase']}"
     key: str = node.meta["key"]
     return key.replace(unit, "*", 1) if unit else key
-
-
-def _together(
-    parts: Mapping[str, _Unit],
-    across: Mapping[tuple[str, str], list[_Across]],
-    *units: str,
-) -> _Unit:
-    """Two units with the edges between them."""
-    found = _Unit()
-    for unit in units:
-        for name, pair in parts[unit].nodes.items():
-            found.nodes[f"{unit}: {name}"] = pair
-        for (source, target, number), cost in parts[unit].edges.items():
-            found.edges[f"{unit}: {source}", f"{unit}: {target}", number] = cost
-    for here, there in itertools.permutations(units):
-        for number, (source, target, cost) in enumerate(across.get((here, there), [])):
-            found.edges[f"{here}: {source}", f"{there}: {target}", number] = cost
-    return found
 
 
 def _in_common(parts: Sequence[_Unit]) -> _Unit:

@@ -58,6 +58,8 @@ class Fitting(Generic[Found]):
     """Bytes that the first limits leave to what they don't see; the solver's bound is then for so much less memory."""
     smallest: Solution | None = None
     """What holds least, once that was asked for."""
+    proven: float = math.inf
+    """The least of the bounds by now: those of the first limits hold, later ones leave room to what one plan needs."""
 
     def fastest(self, bound: float) -> Found | None:
         """The fastest that the accountant finds to fit; None where none comes up: then see `smallest`.
@@ -86,21 +88,21 @@ class Fitting(Generic[Found]):
     def _fitting(self, unseen: list[float]) -> Found | None:
         """Solved again and again, the limits less what they didn't see (`unseen` bytes a stage) of the plan before."""
         solvable = unseen
-        bound = math.inf  # that of the first limits: what is unseen of one plan may not be of another
         more = STEP * self.capacity
         for _ in range(TRIES):
             solution = self.solve(self._limited(unseen))
+            self.proven = min(self.proven, solution.bound)
             if not solution.choice and unseen is solvable:
                 return None
             if not solution.choice:
                 unseen = [(a + b) / 2 for a, b in zip(solvable, unseen, strict=True)]
                 continue
-            solvable, bound = unseen, min(bound, solution.bound)
+            solvable = unseen
             for _ in range(1 + self.built.has_modes):  # a second time with the same layouts, which is quick
                 solution = solve_modes(self.built, self._limited(unseen), solution)
                 if not solution.choice:
                     break
-                found = self.lowered(replace(solution, bound=min(bound, solution.bound)))
+                found = self.lowered(replace(solution, bound=min(self.proven, solution.bound)))
                 if self.fits(found):
                     return self._loosened(found)
                 unseen, more = self._unseen(found, more), 2 * more

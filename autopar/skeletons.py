@@ -26,6 +26,7 @@ from torch.fx import Node
 from autopar.capture.folding import Folded
 from autopar.capture.runs import Numbers, Repeats, Run
 from autopar.compiling import annotated
+from autopar.gradients import LAST_BLOCKS
 from autopar.joint import StepGraph
 from autopar.layers import Cut, units_of
 from autopar.solve.build import homes_and_keys
@@ -133,7 +134,8 @@ class Skeletons:
 
     def _numbers(self, cut: Cut) -> tuple[Numbers, ...]:
         likeness = self.likeness(cut)
-        return tuple(_chosen(run, cut, likeness) for run in self.folded.runs)
+        front = 1 + LAST_BLOCKS if self.microbatches == 1 else 0
+        return tuple(_chosen(run, cut, likeness, front) for run in self.folded.runs)
 
     def _made(self, cut: Cut, numbers: tuple[Numbers, ...]) -> StepGraph:
         likeness, runs = self.likeness(cut), self.folded.runs
@@ -158,13 +160,15 @@ def _keys_on_stages(key: str, stage: int, repeats: Repeats) -> Iterator[str]:
 
 
 # -- layers of a stage -----------------------------------------------------------------------------------------------
-def _chosen(run: Run, cut: Cut, likeness: Likeness) -> Numbers:
-    """The periods of a run that stand for all of them: on each stage the first two, the last two, and one between."""
+def _chosen(run: Run, cut: Cut, likeness: Likeness, front: int) -> Numbers:
+    """The periods of a run that stand for all of them: on each stage the first two (on the first stage `front`, if that
+    is more), the last two, and one between."""
     near = 2 if cut.num_stages <= FEW_STAGES else 1
     kept: set[int] = set()
     for first, end in _spans(run, cut):
         if set(_stages(run, first, cut)) <= set(likeness.kept):
-            kept |= {min(first + i, end - 1) for i in range(near + 1)}
+            begin = max(near, front) if first == 0 else near
+            kept |= {min(first + i, end - 1) for i in range(begin + 1)}
             kept |= {max(end - 1 - i, first) for i in range(near)}
     there = (n for n in range(run.count) if n not in kept and set(_stages(run, n, cut)) <= set(likeness.kept))
     while len(kept) < len(run.kept):  # fewer can't be had

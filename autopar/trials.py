@@ -260,17 +260,19 @@ class Trials:
 
     def fitted(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest within the memory; where there is none, the smallest is noted in `shortages`."""
-        guess, is_open = self._guess(mesh, relaxed), self.pins.recompute is None and self.may_recompute
+        guess, recompute = self._guess(mesh, relaxed), self.pins.recompute
+        if isinstance(self.step, TrainStep):
+            recompute = {None: "auto", "none": "kept"}.get(recompute, recompute)
         solve: Callable[[Problem], Solution]
         if mesh.num_stages > 1:
-            _, built = self._built(mesh, relaxed, "auto" if is_open else None)
+            _, built = self._built(mesh, relaxed, recompute)
             solve = self._staged(mesh, relaxed, built).solve
         else:
             _, built = self._built(mesh, relaxed)
             solution = self._unlimited(built, mesh, relaxed)
             near = built.picked(solution.choice) if solution.choice else ()
-            if is_open:
-                _, built = self._built(mesh, relaxed, "auto")
+            if recompute in ("auto", "kept"):
+                _, built = self._built(mesh, relaxed, recompute)
             solve = Within(built, relaxed.bound, near).solve
         lowered = functools.partial(self._lowered, guess.mesh, guess.cut, built)
         room = UNSEEN * self.capacity if mesh.num_stages > 1 else 0.0  # of one stage the solver's bound counts

@@ -21,19 +21,17 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar import collectives
+from autopar.gradients import reduced_by_backward
 from autopar.program.storages import is_view, local_value
 from passes.context import Context
-from passes.kinds import block_of
-
-LAST_BLOCKS = 2
-"""Blocks at the end of the backward whose gradients the update reduces."""
 
 
 def place_reductions(graph: Graph, context: Context) -> Graph:
     """Rewrites `graph` in place; see the module's docstring."""
     _postpone_outputs(graph)
     if context.microbatches == 1:
-        _advance_gradients(graph)
+        for gradient in reduced_by_backward(graph):
+            _advance(gradient, _way_to_reduced(gradient))
     return graph
 
 
@@ -59,15 +57,6 @@ def _is_scalar(node: Node) -> bool:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------
-def _advance_gradients(graph: Graph) -> None:
-    gradients = [node for node in graph.nodes if node.meta.get("gradient_of") and node.meta["phase"] == "backward"]
-    blocks = list(dict.fromkeys(block_of(node.meta.get("path", "")) for node in reversed(gradients)))
-    last = set(blocks[:LAST_BLOCKS]) if len(blocks) > LAST_BLOCKS else set()
-    for gradient in gradients:
-        if block_of(gradient.meta.get("path", "")) not in last:
-            _advance(gradient, _way_to_reduced(gradient))
-
-
 def _way_to_reduced(gradient: Node) -> list[Node]:
     """The nodes between a gradient and its reduced value, that value included; empty where there is no such way."""
     way: list[Node] = []

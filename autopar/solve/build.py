@@ -61,7 +61,8 @@ class Setting:
     alike: Callable[[Node, LeafRule], Hashable] = lambda node, rule: node
     """Equal for nodes, of one op and equal rules, of which the same choices are allowed."""
     recompute: str = "none"
-    """`none`, `auto` (where it pays), `full` (every block), or a glob of the modules that run again."""
+    """`none`, `auto` (where it pays), `full` (every block), or a glob of the modules that run again. `kept` is `none`
+    with modes, by which limits see that what the forward's relay moved is kept in place of the value itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,8 @@ def wanted_again(recompute: str | None) -> Wanted | None:
     """The nodes that a pin wants computed again; None leaves it to the solver."""
     if recompute == "auto":
         return None
+    if recompute == "kept":
+        return lambda node: False
     if recompute == "full":
         return lambda node: block_of(node.meta.get("path", "")) is not None
     return lambda node: matches_module(str(recompute), node.meta.get("path", ""))
@@ -421,7 +424,10 @@ class _Builder:
         again = self._in_mode(target, Mode.AGAIN) > 0
         if self.modes is None or not again.any():
             return full
-        full = np.where(again[None, :], full * (1 + self._runs(target)), full)
+        repeated = full * (1 + self._runs(target))
+        if self.setting.recompute == "kept":  # views of what is kept, as it is kept
+            repeated = np.where(full > 0, np.inf, 0.0)
+        full = np.where(again[None, :], repeated, full)
         if not self._is_within(source, target):
             return full
         return np.where((self._in_mode(source, Mode.DROPPED) > 0)[:, None] & again[None, :], np.inf, full)

@@ -2,11 +2,15 @@
 
     for node, moment, per_strategy in Holdings(…).rows(): …
 
-Moments: the start of the backward, when all that was kept is there. With one microbatch there are no gradients then,
-and nothing is kept any more at the backward's end, when all gradients are there: two moments, between which one takes
-the other's place. With recompute, what is computed again for the last block of the stage is there at the start; a head
-after the blocks may be small, so the start of the block before it is a moment of its own. A rank with several stages
-has these moments for each of them, while it holds what it holds of the others.
+Moments: the start of the backward, when all that was kept is there, and the gradients of microbatches before. Where
+all microbatches are there before the first backward, there are no gradients yet; then the start of the second one is a
+moment, too, or the end of the only one. With recompute, what is computed again for the last block of the stage is there
+at the start, as far as the backward reads it; a head after the blocks may be small, so the start of the block before it
+is a moment of its own. A rank with several stages has these moments for each of them, while it holds what it holds of
+the others.
+
+Invariant: no program of these choices needs less than what a row counts (what it makes on the way comes on top), so
+that what the limits rule out can't be had.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from autopar import markers
+from autopar.gradients import reduced_by_backward
 from autopar.joint import forward_twin
 from autopar.rules.nodes import is_view, node_argument, tensor_operands
 from autopar.solve.modes import Mode, Modes, is_forward, producer
@@ -44,12 +50,14 @@ class Moment:
     freed: str | None = None
     has_activations: bool = True
     has_gradients: bool = True
+    done: int = 0
+    """Of the microbatches that the stages hold at their fullest, those whose backward is over."""
 
     def held(self, stage: int, block: str = "") -> int:
         """Microbatches of which what `block` keeps on a stage is there."""
         if stage not in self.stages or not self.has_activations:
             return 0
-        return self.stages[stage].held - (stage == self.stage and self.freed == block)
+        return self.stages[stage].held - self.done - (stage == self.stage and self.freed == block)
 
 
 def moments_of(graph: Graph, ranks: Sequence[RankKind], microbatches: int, modes: Modes | None) -> list[Moment]:
@@ -57,17 +65,30 @@ def moments_of(graph: Graph, ranks: Sequence[RankKind], microbatches: int, modes
     has_backward = any(n.op == "call_function" and n.meta["phase"] == "backward" for n in graph.nodes)
     found: list[Moment] = []
     for (rank, kind), stage in ((each, stage) for each in enumerate(ranks) for stage in each[1].stages):
-        name, both = f"stage {stage}", microbatches > 1 or not has_backward
-        name = name if len(kind.stages) == 1 else f"rank {kind.rank} {name}"
+        name = f"stage {stage}" if len(kind.stages) == 1 else f"rank {kind.rank} stage {stage}"
+        both = not has_backward or any(own.held < own.count * microbatches for own in kind.stages.values())
         moment = functools.partial(Moment, rank, kind.stages, stage)
         nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
-        last, *before = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
-        found.append(moment(name, last, has_gradients=both))
-        if last == "after" and before:
-            found.append(moment(f"{name} {before[0]}", before[0], freed=last, has_gradients=both))
-        if not both:
+        blocks = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
+        found += _starts(moment, name, blocks, has_gradients=both)
+        if not both and microbatches > 1 and _is_one(kind):
+            found += _starts(moment, f"{name} second", blocks, done=1)
+        elif not both:
             found.append(moment(f"{name} end", has_activations=False))
     return found
+
+
+def _starts(moment: Callable[..., Moment], name: str, blocks: list[str], **facts: Any) -> Iterator[Moment]:
+    """Of a stage's backward: that of its last block, and that of the one before a head."""
+    last, *before = blocks
+    yield moment(name, last, **facts)
+    if last == "after" and before:
+        yield moment(f"{name} {before[0]}", before[0], freed=last, **facts)
+
+
+def _is_one(kind: RankKind) -> bool:
+    """Whether ranks have one stage, so that all of their gradients are there once a backward is over."""
+    return sum(own.count for own in kind.stages.values()) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +127,32 @@ class Holdings:
 
     # -- gradients ---------------------------------------------------------------------------------------------
     def _gradients(self) -> Iterator[Row]:
-        for base in dict.fromkeys(base_of(value) for value in self._gradient_values()):
-            stage = base.meta["stage"]
+        early, reads = set(reduced_by_backward(self.graph)), list(self._gradient_reads())
+        reduced = {value: reader for value, reader in reads if value in early and _is_reduced_here(value, reader)}
+        for value in dict.fromkeys(value if value in reduced else base_of(value) for value, _ in reads):
+            stage = value.meta["stage"]
             for index, moment in enumerate(self.moments):
-                if stage in moment.stages and (moment.has_gradients or self._is_early(base, moment)):
-                    yield self._row(base, index, moment.stages[stage].count)
+                if stage not in moment.stages or not (moment.has_gradients or self._is_early(value, moment)):
+                    continue
+                count = moment.stages[stage].count
+                if value in reduced:
+                    reader = reduced[value]
+                    place = tensor_operands(reader).index(value)
+                    yield reader, index, self.operand_bytes(reader, place) * count
+                else:
+                    yield self._row(value, index, count)
 
     def _is_early(self, gradient: Node, moment: Moment) -> bool:
         """Whether it is there at a moment that comes after its own block's backward."""
         is_here = moment.stage == gradient.meta["stage"]
         return is_here and self.modes is not None and moment.freed == self.modes.block[gradient]
 
-    def _gradient_values(self) -> Iterator[Node]:
-        """What the backward leaves to the update: accumulators, or the gradients of the only microbatch."""
+    def _gradient_reads(self) -> Iterator[tuple[Node, Node]]:
+        """What the backward leaves to the update (sums, or gradients of the only microbatch), each with its reader."""
         for node in self.graph.nodes:
             if node.op == "call_function" and node.meta["phase"] in ("norm", "update"):
                 sources = (source for source in node.all_input_nodes if source.op == "call_function")
-                yield from (source for source in sources if source.meta["phase"] == "backward")
+                yield from ((source, node) for source in sources if source.meta["phase"] == "backward")
 
     # -- activations -------------------------------------------------------------------------------------------
     def _activations(self) -> Iterator[Row]:
@@ -163,8 +193,9 @@ class Holdings:
             if stage not in moment.stages or not moment.has_activations:
                 continue
             is_open = moment.stage == stage and moment.block == block
-            count = kept * moment.held(stage, block) + again * (is_open and not is_view(node))
             for item in sorted(modes.items[node]):
+                is_read = is_open and item in modes.read[node] and not is_view(node)
+                count = kept * moment.held(stage, block) + again * is_read
                 yield node, index, self.result_bytes(node, item) * count
             for i in received:
                 yield node, index, self.operand_bytes(node, i) * again * moment.held(stage)
@@ -182,6 +213,12 @@ class Holdings:
 def is_step_relay(node: Node) -> bool:
     """Whether a node brings a parameter to the microbatches."""
     return node.target is markers.relay and node.meta["phase"] == "prologue"
+
+
+def _is_reduced_here(gradient: Node, reader: Node) -> bool:
+    """Whether the way of the only microbatch's gradient to its one reader can be taken by the backward."""
+    is_sum = gradient.target is markers.accumulate
+    return not is_sum and len(gradient.users) == 1 and gradient.meta["stage"] == reader.meta["stage"]
 
 
 def base_of(value: Node) -> Node:

@@ -54,6 +54,8 @@ class Modes:
     block: dict[Node, str] = field(default_factory=dict)
     items: dict[Node, set[int]] = field(default_factory=dict)
     """Which of a node's results are needed."""
+    read: dict[Node, set[int]] = field(default_factory=dict)
+    """Which of them the backward reads, itself or a view; the others are gone once what is made of them is there."""
     runs: dict[Node, int] = field(default_factory=dict)
     """How often a node is computed again: once a block that needs it; more than once only for views and relays."""
     foreign: set[tuple[Node, int]] = field(default_factory=set)
@@ -127,6 +129,7 @@ class _Analysis:
         again = list(self._again(node))
         read = self.read.get(node, set())
         self.found.items[node] = read | {item for _, item in again}
+        self.found.read[node] = read | {item for view, item in again if is_view(view) and self.found.read[view]}
         blocks = self.readers.setdefault(node, set())
         for reader, _ in again:
             blocks |= self.readers[reader] if is_view(reader) else {self.found.block[reader]}

@@ -248,6 +248,20 @@ def test_a_plan_of_a_folded_step_is_that_of_the_whole(name: str, cluster: str, p
     assert compile(whole, small).verify(num_steps=1).ok
 
 
+def test_the_layer_after_those_that_the_update_reduces_stands_for_itself() -> None:
+    """With one microbatch; bytes by class at the peak are those of all layers (they were extrapolated from a layer
+    between two that are reduced late and the last ones, some of them to less than nothing)."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(8))
+    model.forward = lambda x: functools.reduce(lambda y, block: y + block(y), model.blocks, x).square().mean()
+    steps = [TrainStep(model, {"x": torch.randn(8, 16)}) for _ in range(2)]
+    steps[1].capture()
+    assert steps[0].fold().runs and not steps[1].fold().runs
+    small, large = (plan(step, "2xcpu", pin="dp=2, zero=3").estimate.memory for step in steps)
+    assert [replace(row, where="") for row in small] == [replace(row, where="") for row in large]
+
+
 def test_layers_that_draw_run_as_the_reference_does() -> None:
     """Planned folded, compiled whole: eager draws the captured step's numbers, and so do both devices."""
     step = folded_step("dropping")

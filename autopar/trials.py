@@ -394,8 +394,8 @@ class Trials:
             pinned_stages(self.pins, self.skeletons),
         )
         best = cuts.best_with(relaxed)
-        if best.keeps_all or mesh.num_stages == 1:  # of one stage `solve.priced` finds others
-            return best
+        if best.keeps_all or (mesh.num_stages == 1 and math.isfinite(best.seconds)):
+            return best  # of one stage `solve.priced` finds others: it is only guessed what some that fits may take
         bytes_s = relaxed.solution.objective / (mesh.num_stages * capacity)
         for part, stage in PRICES:
             without, best = best, cuts.best_with(self._leaner(mesh, relaxed, part * bytes_s, stage))

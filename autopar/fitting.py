@@ -59,7 +59,7 @@ class Fitting(Generic[Found]):
     smallest: Solution | None = None
     """What holds least, once that was asked for."""
     proven: float = math.inf
-    """The least of the bounds by now: those of the first limits hold, later ones leave room to what one plan needs."""
+    """What no plan that fits beats, by the limits themselves: tighter ones leave room to what one plan needs."""
 
     def fastest(self, bound: float) -> Found | None:
         """The fastest that the accountant finds to fit; None where none comes up: then see `smallest`.
@@ -72,7 +72,7 @@ class Fitting(Generic[Found]):
             found = self._fitting([unseen] * stages)
             if found is not None:
                 return found
-        self.smallest = self._least(bound)
+        self.smallest = self._least(max(bound, self.proven) if math.isfinite(self.proven) else bound)
         if self.smallest is None or self.held(self.smallest) > self.capacity:
             return None
         smallest = self.lowered(self.smallest)
@@ -91,7 +91,8 @@ class Fitting(Generic[Found]):
         more = STEP * self.capacity
         for _ in range(TRIES):
             solution = self.solve(self._limited(unseen))
-            self.proven = min(self.proven, solution.bound)
+            if not any(unseen):
+                self.proven = min(self.proven, solution.bound)
             if not solution.choice and unseen is solvable:
                 return None
             if not solution.choice:
@@ -102,7 +103,8 @@ class Fitting(Generic[Found]):
                 solution = solve_modes(self.built, self._limited(unseen), solution)
                 if not solution.choice:
                     break
-                found = self.lowered(replace(solution, bound=min(self.proven, solution.bound)))
+                bound = self.proven if math.isfinite(self.proven) else solution.bound
+                found = self.lowered(replace(solution, bound=min(bound, solution.objective)))
                 if self.fits(found):
                     return self._loosened(found)
                 unseen, more = self._unseen(found, more), 2 * more
@@ -124,7 +126,7 @@ class Fitting(Generic[Found]):
         return max(evaluate(self.built.problem, solution.choice).usage)
 
     def _least(self, bound: float) -> Solution | None:
-        """The solution that holds least; twice the time weighs as much as a tenth of the memory."""
+        """The solution that holds least; twice the time, at the least `bound`, weighs as a tenth of the memory."""
         bytes_per_s = 0.1 * self.capacity / max(bound, 1e-12)
         solution = self.solve(least_memory(self.built.problem, bytes_per_s))
         if not solution.choice:

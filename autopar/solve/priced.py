@@ -57,7 +57,7 @@ class Within:
         if not problem.limits:
             return solve_repeated_first(self.built, problem, gap=GAP, time_limit_s=TIME_LIMIT_S)
         tried = list(self._tried(problem))
-        bound = max(self.bound, *(self._proven(problem, price) for price in tried))
+        bound = max(self.bound, *(self._proven(problem, price) for price in self.known))
         found = [solve_modes(self.built, problem, self.known[price]) for price in tried[-2:]]
         found.append(self._in_layouts(problem))
         best = min(found, key=lambda solution: solution.objective)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from autopar.solve.build import BuiltProblem
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
 from tests.solve.test_recompute import built_for, price
+from tests.solve.test_share import trials_of
 from tests.virtual.step_models import momentum
 from tests.virtual.step_models import step_of as step_named
 
@@ -127,3 +129,16 @@ def test_without_recompute_what_was_moved_is_kept_in_place_of_the_value() -> Non
     assert any(strategy.is_reused for strategy in picked) and not built.recomputed(choice)
     pipeline = lower(annotated(step.capture(), 1, cut), built.choices(choice), Mesh.parse("dp=2"), 1, price, "1f1b")
     assert max(evaluate(built.problem, choice).usage) <= stage_peak(pipeline, 0).peak
+
+
+def test_what_fits_of_one_stage_is_guessed_where_the_fastest_layouts_do_not() -> None:
+    """The search goes by guesses: a mesh without one comes last."""
+    mesh = Mesh.parse("pp=1 dp=4 tp=1")
+    loose = trials_of(step_of(32, 8, 1), "4xcpu", "pp=1, dp=4, tp=1")
+    relaxed = loose.relaxed(mesh)
+    fastest, tight = loose.planned(mesh, relaxed), replace(loose, capacity=1.0, guesses={})
+    assert fastest is not None and math.isinf(tight.guess_s(mesh, relaxed))
+    tight = replace(loose, capacity=0.6 * max(fastest.peaks), guesses={})
+    found = tight.planned(mesh, relaxed)
+    assert found is not None and found.solution.objective > fastest.solution.objective
+    assert loose.guess_s(mesh, relaxed) < tight.guess_s(mesh, relaxed) < math.inf

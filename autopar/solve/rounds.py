@@ -129,44 +129,43 @@ class RoundCuts:
     def _evened(self, counts: list[int]) -> tuple[int, ...]:
         """With a layer less on the rank that holds most for as long as another rank may take it in one of the rounds,
         no round getting longer, and none holds as much then."""
-        size, loads = self.num_ranks, self._loads(counts)
+        size = self.num_ranks
+        rounds = [counts[at : at + size] for at in range(0, len(counts), size)]
+        firsts = [0, *itertools.accumulate(map(sum, rounds))]
+        held = [(len(rounds) - 1) * size + 2 * (size - rank) - 1 for rank in range(size)]
+        loads = [self._loads(first, own, held) for first, own in zip(firsts, rounds, strict=False)]
         while True:
-            most = max(range(size), key=lambda rank: loads[rank])
-            others = (rank for rank in range(size) if rank != most)
-            moves = itertools.product(others, range(len(counts) // size))
-            tried = (self._moved(counts, at * size + most, at * size + rank) for rank, at in moves)
-            found = [(max(self._loads(moved)), moved) for moved in tried if moved]
-            if not found or min(found)[0] >= loads[most]:
-                return tuple(counts)
-            counts = min(found)[1]
-            loads = self._loads(counts)
+            total = [sum(of_rank) for of_rank in zip(*loads, strict=True)]
+            most = max(range(size), key=lambda rank: total[rank])
+            found = []
+            for at, taker in itertools.product(range(len(rounds)), range(size)):
+                if moved := self._moved(firsts[at], rounds[at], most, taker):
+                    new = self._loads(firsts[at], moved, held)
+                    worst = max(a - b + c for a, b, c in zip(total, loads[at], new, strict=True))
+                    found.append((round(worst, 6), [*rounds[:at], moved, *rounds[at + 1 :]], at, new))
+            if not found or min(found)[0] >= total[most]:
+                return tuple(itertools.chain.from_iterable(rounds))
+            _, rounds, at, loads[at] = min(found)
 
-    def _loads(self, counts: Sequence[int]) -> list[float]:
-        """What each rank holds, about: a layer for each chunk of a microbatch."""
-        size, virtual = self.num_ranks, len(counts) // self.num_ranks
-        loads = [0.0] * size
-        for first in range(0, len(counts), size):
-            times, slowest = self._times(counts, first), self._slowest(counts, first)
-            for rank, seconds in enumerate(times):
-                held = (virtual - 1) * size + 2 * (size - rank) - 1
-                loads[rank] += held * counts[first + rank] * (LEAN if seconds < slowest else 1.0)
-        return loads
+    def _loads(self, first: int, lengths: Sequence[int], held: Sequence[int]) -> list[float]:
+        """What each rank holds of a round, about: a layer for each chunk of a microbatch."""
+        times = self._times(first, lengths)
+        lean = (LEAN if seconds < max(times) else 1.0 for seconds in times)
+        return [chunks * length * part for chunks, length, part in zip(held, lengths, lean, strict=True)]
 
-    def _moved(self, counts: list[int], giver: int, taker: int) -> list[int]:
-        """Of stages of a round, one layer fewer on one and one more on another; empty where the round gets longer."""
-        moved, first = list(counts), giver // self.num_ranks * self.num_ranks
+    def _moved(self, first: int, lengths: Sequence[int], giver: int, taker: int) -> list[int]:
+        """Of the stages of a round, a layer fewer on one and one more on another; empty where it gets longer."""
+        if giver == taker or lengths[giver] == 1:
+            return []
+        moved = list(lengths)
         moved[giver] -= 1
         moved[taker] += 1
-        return moved if moved[giver] and self._slowest(moved, first) <= self._slowest(counts, first) else []
+        return moved if max(self._times(first, moved)) <= max(self._times(first, lengths)) else []
 
-    def _slowest(self, counts: Sequence[int], first: int) -> float:
-        return max(self._times(counts, first))
-
-    def _times(self, counts: Sequence[int], first: int) -> list[float]:
-        """Seconds of the stages of the round that begins with one."""
-        ends = list(itertools.accumulate(counts))
-        stages = range(first, first + self.num_ranks)
-        return [float(self._stage_s[ends[stage] - counts[stage], ends[stage]]) for stage in stages]
+    def _times(self, first: int, lengths: Sequence[int]) -> list[float]:
+        """Seconds of the stages of a round whose first layer is `first`."""
+        ends = itertools.accumulate(lengths, initial=first)
+        return [float(self._stage_s[span]) for span in itertools.pairwise(ends)]
 
     def _rounds(self) -> Array:
         if self._costs is None:

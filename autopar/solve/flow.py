@@ -21,6 +21,7 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from autopar.solve.linear import Rows, program
 from autopar.solve.model import FREE, Model, total
 from autopar.solve.problem import Array, Index, Mask
 from autopar.solve.reduce import classes
@@ -202,30 +203,10 @@ class _Units:
         return cls(seconds or 1.0, {limit: float(used.max(initial=0.0)) or 1.0 for limit, used in flow.memory.items()})
 
 
-@dataclass(slots=True)
-class _Rows:
-    """A linear program's constraints, one after another."""
-
-    entries: list[tuple[Index, Index, Array]]
-    lower: list[float]
-    upper: list[float]
-
-    def add(self, coefficients: Array, lower: float, upper: float) -> None:
-        used = np.flatnonzero(coefficients)
-        self.entries.append((np.full(len(used), len(self.lower)), used, coefficients[used]))
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-    def add_equal(self, entries: tuple[Index, Index, Array], count: int, value: float) -> None:
-        self.entries.append((len(self.lower) + entries[0], entries[1], entries[2]))
-        self.lower += [value] * count
-        self.upper += [value] * count
-
-
 def _linear_program(flow: Flow, units: _Units) -> model_pb2.ModelProto:
     """Rows: one per node, the couplings, the limits, then one per peak and member row."""
     model, num_nodes, num_peaks = flow.model, len(flow.first), len(flow.model.peaks)
-    rows = _Rows([], [], [])
+    rows = Rows()
     inside = np.flatnonzero(flow.group < num_nodes)
     rows.add_equal((flow.group[inside], inside, np.ones(len(inside))), num_nodes, 1.0)
     rows.add_equal(flow.couplings, flow.num_couplings, 0.0)
@@ -236,27 +217,7 @@ def _linear_program(flow: Flow, units: _Units) -> model_pb2.ModelProto:
             costs = np.append(-flow.costs[row] / units.seconds, np.eye(num_peaks)[number])
             rows.add(costs, model.constant[row] / units.seconds, np.inf)
     objective = np.append(linear_costs(flow) / units.seconds, [term.weight for term in model.peaks])
-    return _proto(rows, objective, [0.0] * flow.size + [-np.inf] * num_peaks)
-
-
-def _proto(rows: _Rows, objective: Array, lower: list[float]) -> model_pb2.ModelProto:
-    """The program as MathOpt's message, which takes whole arrays."""
-    proto, used = model_pb2.ModelProto(), np.flatnonzero(objective)
-    proto.variables.ids.extend(range(len(lower)))
-    proto.variables.lower_bounds.extend(lower)
-    proto.variables.upper_bounds.extend([np.inf] * len(lower))
-    proto.variables.integers.extend([False] * len(lower))
-    proto.objective.linear_coefficients.ids.extend(used.tolist())
-    proto.objective.linear_coefficients.values.extend(objective[used].tolist())
-    proto.linear_constraints.ids.extend(range(len(rows.lower)))
-    proto.linear_constraints.lower_bounds.extend(rows.lower)
-    proto.linear_constraints.upper_bounds.extend(rows.upper)
-    row, column, value = (np.concatenate([entry[part] for entry in rows.entries]) for part in range(3))
-    order = np.lexsort((column, row))
-    proto.linear_constraint_matrix.row_ids.extend(row[order].tolist())
-    proto.linear_constraint_matrix.column_ids.extend(column[order].tolist())
-    proto.linear_constraint_matrix.coefficients.extend(value[order].tolist())
-    return proto
+    return program(rows, objective, [0.0] * flow.size + [-np.inf] * num_peaks)
 
 
 def _prices(flow: Flow, duals: Array, units: _Units) -> Prices:

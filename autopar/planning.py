@@ -167,6 +167,17 @@ class _Open:
 
 
 @dataclass(slots=True)
+class _Settled:
+    """A mesh that is planned or cut, and what no plan of it beats."""
+
+    mesh: Mesh
+    count: int
+    bound: float
+    may_rise: bool
+    """Whether the memory may still tell more."""
+
+
+@dataclass(slots=True)
 class _Search:
     step: ForwardStep
     cluster: Cluster
@@ -184,7 +195,7 @@ class _Search:
     found: list[Found] = field(default_factory=list)
     """The best ones by now, as many as are wanted, the best first."""
     candidates: list[Candidate] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
+    settled: list[_Settled] = field(default_factory=list)
     queue: list[tuple[tuple[bool, float], int, _Open]] = field(default_factory=list)
     """A heap, what promises most first; numbered in the order of arrival."""
     arrivals: Iterator[int] = field(default_factory=itertools.count)
@@ -215,7 +226,19 @@ class _Search:
             from autopar.certificate import infeasible
 
             raise infeasible(self.trials.values(), self.progress)
+        self._prove()
         return self.found
+
+    def _prove(self) -> None:
+        """Bounds within the memory what leaves the gap, until that is small."""
+        enough = self._best_s * (1 - CUT_GAP)
+        while not self._is_late:
+            least = min(self.settled, key=lambda each: each.bound)
+            if least.bound >= enough or not least.may_rise:
+                return
+            self._tell("proving", least)
+            within = self._trials(least.count).within_s(least.mesh, enough)
+            least.bound, least.may_rise = max(least.bound, within), False
 
     def _why_cut(self, each: _Open) -> str:
         """Why it isn't looked at any closer; empty where it is."""
@@ -345,7 +368,7 @@ class _Search:
             return
         step_s, peak = found.solution.objective, max(found.peaks)
         is_cut = each.mesh.num_stages > 1  # by the units' costs, so that only the relaxed bound holds for other cuts
-        self.bounds.append(each.bound if is_cut else found.solution.bound)
+        self._settle(each, each.bound if is_cut else found.solution.bound)
         best_s = self._best_s
         self.found = sorted([*self.found, found], key=lambda found: found.solution.objective)[: self.wanted]
         if best_s <= step_s:
@@ -359,13 +382,18 @@ class _Search:
     # -- what is told ------------------------------------------------------------------------------------------
     def _cut(self, each: _Open, reason: str) -> None:
         self._note(each.mesh, each.count, each.bound, None, "cut", reason)
-        self.bounds.append(each.bound)
+        self._settle(each, each.bound)
 
-    def _tell(self, doing: str, each: _Open) -> None:
+    def _settle(self, each: _Open, bound: float) -> None:
+        is_bounded = each.mesh.num_stages > 1 and each.looks == len(LOOKS)
+        self.settled.append(_Settled(each.mesh, each.count, bound, may_rise=is_bounded))
+
+    def _tell(self, doing: str, each: _Open | _Settled) -> None:
         """What is done now, and what is known by now."""
         text = f"{doing} {each.mesh}, {each.count} microbatches"
         if self.found:
-            bound = min([self._best_s, each.bound, *self.bounds, *(other.bound for *_, other in self.queue)])
+            bounds = [other.bound for other in self.settled] + [other.bound for *_, other in self.queue]
+            bound = min([self._best_s, each.bound, *bounds])
             gap = 1 - bound / self._best_s
             text += f"; best by now {format_seconds(self._best_s)} ({self.found[0].mesh}), gap {gap:.1%}"
         self.progress(text)
@@ -384,7 +412,7 @@ def _inherited(each: _Open, count: int) -> float:
 
 
 def _as_plan(search: _Search, found: Found, solved_s: float) -> Plan:
-    bound = min([found.solution.objective, *search.bounds])
+    bound = min([found.solution.objective, *(each.bound for each in search.settled)])
     trials = search.trials[found.microbatches]
     return Plan(
         valid_for=replace(

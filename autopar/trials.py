@@ -26,6 +26,7 @@ from autopar.guessing import Cuts, Guess
 from autopar.joint import StepGraph
 from autopar.key_globs import forward_globs
 from autopar.layers import Cut
+from autopar.memory_bounds import MemoryBounds
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.pins import Pins
 from autopar.pipeline_bounds import PipelineBounds, as_layers
@@ -37,6 +38,7 @@ from autopar.rules.choices import Choice, choice_text
 from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
+from autopar.solve.held import KINDS
 from autopar.solve.modes import is_forward
 from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
@@ -46,7 +48,7 @@ from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_repeated_first, solve_shared
 from autopar.stage_pins import cannot_cut, pinned_stages
 from autopar.staging import Staged
-from autopar.unit_bounds import Least, UnitBounds
+from autopar.unit_bounds import Least, Prices, UnitBounds
 
 LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
 """Effort for the layouts of pipelines, whose stages can't be cut as evenly as a bound assumes."""
@@ -171,9 +173,23 @@ class Trials:
             built = self._alone_built[mesh] = build_problem(self.whole, self._alone(mesh))
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
-            once = 1 / self.microbatches
-            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats, once).least()
+            prices = Prices(once=1 / self.microbatches)
+            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats).least(prices)
         return self._pipeline(mesh).least_s(self._least[mesh])
+
+    def within_s(self, mesh: Mesh, enough: float) -> float:
+        """What no plan of a pipeline beats within the memory; only until `enough` seconds are proven.
+
+        Of one stage a rank, where any cut may be, it is without a limit."""
+        in_rounds = {virtual: counts for virtual, counts in self._counts(mesh).items() if virtual > 1}
+        once = [replace(self._pipeline(mesh), counts={1: ()}).least_s(self._least[mesh])] * (1 in self._counts(mesh))
+        if not in_rounds:
+            return min(once)
+        setting = replace(self._alone(mesh), recompute=self._free_recompute or "none", moments=KINDS)
+        units = UnitBounds(build_problem(self.whole, setting), self.whole.cut.units, self.whole.repeats)
+        cuts_s = self.bounds.cuts_s(mesh)
+        bounds = MemoryBounds(mesh.num_stages, self.microbatches, self.capacity, cuts_s, in_rounds)
+        return min([bounds.seconds(units, enough), *once])
 
     def _pipeline(self, mesh: Mesh) -> PipelineBounds:
         ranks, cuts_s = mesh.num_stages, self.bounds.cuts_s(mesh)
@@ -260,9 +276,7 @@ class Trials:
 
     def fitted(self, mesh: Mesh, relaxed: Relaxed) -> Found | None:
         """The fastest within the memory; where there is none, the smallest is noted in `shortages`."""
-        guess, recompute = self._guess(mesh, relaxed), self.pins.recompute
-        if isinstance(self.step, TrainStep):
-            recompute = {None: "auto", "none": "kept"}.get(recompute, recompute)
+        guess, recompute = self._guess(mesh, relaxed), self._free_recompute
         solve: Callable[[Problem], Solution]
         if mesh.num_stages > 1:
             _, built = self._built(mesh, relaxed, recompute)
@@ -305,6 +319,12 @@ class Trials:
         """A solution of the one-stage problem, by node key."""
         picked = zip(relaxed.built.nodes, relaxed.built.picked(relaxed.solution.choice), strict=True)
         return self.skeletons.everywhere(self.whole, {node.meta["key"]: strategy for node, strategy in picked})
+
+    @property
+    def _free_recompute(self) -> str | None:
+        """What pins ask for, or all that they leave open (see `Setting.recompute`)."""
+        asked = self.pins.recompute
+        return {None: "auto", "none": "kept"}.get(asked, asked) if isinstance(self.step, TrainStep) else asked
 
     @property
     def may_recompute(self) -> bool:

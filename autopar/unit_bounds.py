@@ -1,6 +1,6 @@
 """What each unit of a model takes at least on a mesh, all that it does in a step decided together.
 
-    least = UnitBounds(built, units, repeats, once=1 / microbatches).least()
+    least = UnitBounds(built, units, repeats).least(Prices(seconds=1.0, once=1 / microbatches))
 
 Each unit is a problem of its own: its nodes in the built one-stage problem, and the edges among them. What joins it to
 other units costs nothing, so that no plan's unit takes less. Units that are alike (the layers of a run) share what they
@@ -10,7 +10,8 @@ Where a layer is followed by its like, it also brings its values onto the next, 
 what a layer takes at least, and w with that. A stage with k of them, which decide as one, takes at least
 k * w - (w - v): its cost is k times the least of (layer + r * onto the next) with r = 1 - 1/k, which is concave in r.
 
-What a unit does once a step counts `once` times.
+What counts, and how much, is said by prices: a unit takes time in each microbatch, and once a step; it holds bytes all
+the time, for gradients, and for the backward of each microbatch. No plan's units have less in sum than the least.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -28,12 +30,32 @@ from autopar.capture.runs import Repeats
 from autopar.relaxed import units_of_nodes
 from autopar.rules.nodes import node_argument
 from autopar.solve.build import BuiltProblem
+from autopar.solve.held import KINDS
 from autopar.solve.modes import producer
 from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
 
-GAP, TIME_LIMIT_S = 5e-3, 2.0
+GAP, TIME_LIMIT_S = 1e-3, 2.0
 """Effort for a bound."""
+
+MOST_JOINED = 4
+"""Units of a model whose ends would be the same."""
+
+
+class Prices(NamedTuple):
+    """What each of these of a unit counts; bytes are known where the problem was built for `held.KINDS`."""
+
+    seconds: float = 1.0
+    """A second of each microbatch."""
+    once: float = 0.0
+    """A second of what is done once a step."""
+    rest: float = 0.0
+    """A byte that is there all the time."""
+    gradients: float = 0.0
+    """A byte of gradients."""
+    kept: float = 0.0
+    """A byte that is kept for the backward of one microbatch."""
+
 
 _Between = tuple[str, str, int]
 """An edge of a unit: its ends, and which of several such edges it is."""
@@ -50,17 +72,21 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """Seconds that no plan's stage takes less than: those of its units, and of neighbours in it."""
+    """What no plan's stage takes less than, at some prices: what its units take, and neighbours in it."""
 
     seconds: tuple[float, ...]
     """Of each unit of the model."""
     joined: tuple[float, ...] = ()
-    """What a unit and the next one, which is like it, cost beyond these where they are on one stage."""
+    """What a unit and the next one cost beyond these where they are on one stage."""
 
     @property
     def whole(self) -> float:
         """Of a stage with all units."""
-        return sum(self.seconds) + sum(self.joined)
+        return self.of(0, len(self.seconds))
+
+    def of(self, start: int, end: int) -> float:
+        """Of a stage with the units start..end-1."""
+        return sum(self.seconds[start:end]) + sum(self.joined[start : end - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +96,11 @@ class UnitBounds:
     built: BuiltProblem
     units: tuple[str, ...]
     repeats: Repeats
-    once: float
 
-    def least(self) -> Least:
-        """Of the units of the model."""
-        parts = self._parts()
+    def least(self, prices: Prices, with_ends: bool = False) -> Least:
+        """Of the units of the model; `with_ends`: the first and the last ones each together with its neighbour, since
+        what is before the first layer, or after the last, has much to do with it."""
+        parts, between = self._parts(prices)
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
@@ -86,6 +112,13 @@ class UnitBounds:
             onward |= {u: max(0.0, self._least(parts[u]) - least) for u in units if self._follows_itself(u)}
         like = [like for _, like in self.repeats.spread(self.units)]
         joined = [onward.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
+        if with_ends and len(like) > MOST_JOINED:
+            for place, beside in ((0, 1), (len(joined) - 1, len(joined) - 2)):
+                first, last = like[place], like[place + 1]
+                both = _together(parts.get(first, _Unit()), parts.get(last, _Unit()), between.get((first, last), []))
+                more = self._least(both) - found.get(first, 0.0) - found.get(last, 0.0)
+                if more > joined[place] + joined[beside]:
+                    joined[place], joined[beside] = more, 0.0
         return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined))
 
     def _follows_itself(self, unit: str) -> bool:
@@ -108,27 +141,59 @@ class UnitBounds:
         problem = Problem(nodes, edges)
         return max(0.0, solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S).bound)
 
-    def _parts(self) -> dict[str, _Unit]:
-        """The nodes and inner edges of each unit, as one of those for which it stands has them."""
+    def _parts(self, prices: Prices) -> tuple[dict[str, _Unit], dict[tuple[str, str], list[tuple[str, str, Array]]]]:
+        """The nodes and inner edges of each unit, as one of those for which it stands has them; and the edges between
+        two units that each stand for themselves."""
         built = self.built
         unit_of = units_of_nodes(built.nodes, self.units)
         names: list[tuple[str, str]] = []
         parts: dict[str, _Unit] = defaultdict(_Unit)
+        between: dict[tuple[str, str], list[tuple[str, str, Array]]] = defaultdict(list)
         for node, priced, options in zip(built.nodes, built.problem.nodes, built.strategies, strict=True):
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
             names.append((unit, name))
-            own = Node(name, (self.once if priced.row else 1.0) * priced.cost / self.repeats.times(unit))
+            own = Node(name, _cost(priced, prices) / self.repeats.times(unit))
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
         for edge in built.problem.edges:
             (unit, source), (other, target) = names[edge.source], names[edge.target]
-            once = self.once if edge.row else 1.0
+            cost = _weighed(edge.cost, prices.once if edge.row else prices.seconds)
             if unit == other:
-                cost, edges = once * edge.cost / self.repeats.times(unit), parts[unit].edges
+                edges = parts[unit].edges
                 number = next(n for n in range(len(edges) + 1) if (source, target, n) not in edges)
-                edges[source, target, number] = cost
-        return dict(parts)
+                edges[source, target, number] = cost / self.repeats.times(unit)
+            elif self.repeats.times(unit) == self.repeats.times(other) == 1:
+                between[unit, other].append((source, target, cost))
+                between[other, unit].append((target, source, cost.T))
+        return dict(parts), dict(between)
+
+
+def _weighed(cost: Array, price: float) -> Array:
+    """What is forbidden stays so at any price."""
+    return price * cost if price else np.where(np.isinf(cost), cost, 0.0)
+
+
+def _cost(node: Node, prices: Prices) -> Array:
+    """Of each strategy, bytes included."""
+    cost = _weighed(node.cost, prices.once if node.row else prices.seconds)
+    if not node.memory or not any(prices[2:]):
+        return cost
+    rest, with_gradients, with_kept = (node.memory.get(kind, 0.0) for kind in range(len(KINDS)))
+    bytes_s = prices.gradients * (with_gradients - rest) + prices.kept * (with_kept - rest)
+    priced: Array = cost + prices.rest * rest + bytes_s
+    return priced
+
+
+def _together(first: _Unit, last: _Unit, between: Sequence[tuple[str, str, Array]]) -> _Unit:
+    """Two units as one."""
+    both = _Unit()
+    for at, part in enumerate((first, last)):
+        both.nodes.update((f"{at} {name}", own) for name, own in part.nodes.items())
+        both.edges.update(((f"{at} {s}", f"{at} {t}", n), cost) for (s, t, n), cost in part.edges.items())
+    for number, (source, target, cost) in enumerate(between):
+        both.edges[f"0 {source}", f"1 {target}", number] = cost
+    return both
 
 
 def _name(node: fx.Node, unit: str) -> str:

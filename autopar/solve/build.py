@@ -63,6 +63,8 @@ class Setting:
     recompute: str = "none"
     """`none`, `auto` (where it pays), `full` (every block), or a glob of the modules that run again. `kept` is `none`
     with modes, by which limits see that what the forward's relay moved is kept in place of the value itself."""
+    moments: tuple[Moment, ...] = ()
+    """Those that are limited, where not all in which ranks may need most (`held.KINDS`, say)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,7 @@ class _Builder:
             self.modes = modes_of(self.step.graph, self.wanted)
         self._find_homes()
         ranks, microbatches = self.setting.ranks.kinds, self.setting.microbatches
-        self.moments = moments_of(self.step.graph, ranks, microbatches, self.modes)
+        self.moments = [*self.setting.moments] or moments_of(self.step.graph, ranks, microbatches, self.modes)
         for node in self.step.graph.nodes:
             if node.op != "output" and node.target is not operator.getitem:
                 self._add_node(node)

@@ -60,6 +60,17 @@ class Moment:
         return self.stages[stage].held - self.done - (stage == self.stage and self.freed == block)
 
 
+_ONE = {0: Owned(1, 1)}
+
+KINDS = (
+    Moment(0, _ONE, 0, "at rest", "none", has_activations=False, has_gradients=False),
+    Moment(0, _ONE, 0, "at rest, gradients", "none", has_activations=False),
+    Moment(0, _ONE, 0, "at rest, kept of a microbatch", "none", has_gradients=False),
+)
+"""In place of moments: of one stage, what there is of each kind, by itself or beside what rests; no block's backward is
+under way."""
+
+
 def moments_of(graph: Graph, ranks: Sequence[RankKind], microbatches: int, modes: Modes | None) -> list[Moment]:
     """The moments of each kind of ranks, in order."""
     has_backward = any(n.op == "call_function" and n.meta["phase"] == "backward" for n in graph.nodes)

@@ -1,0 +1,175 @@
+"""What a step of a pipeline takes at least within the memory of its ranks, from what its units take and hold at least.
+
+    bounds = MemoryBounds(num_ranks, microbatches, capacity, cuts_s, counts)
+    bounds.seconds(units, enough=14.9)      # no plan takes less; only until it is that much
+
+For each number of stages a rank, a linear program puts the units on stages: what a stage takes and holds costs at least
+what its units do at each of the prices, a step takes what `solve.ranks` says, and a rank's stages together hold no more
+than there is, when it first holds most. The bound needs no trust in the linear solver: it is what the program's dual
+prices prove, made to add up exactly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from autopar.solve.linear import Rows, program
+from autopar.solve.problem import Array
+from autopar.solve.ranks import in_flight_of
+from autopar.unit_bounds import Least, Prices, UnitBounds
+
+EXCESS = 100.0
+"""What more memory than there is costs in the linear programs, so that they have solutions: steps for all of it."""
+
+SCARCE = 0.006
+"""Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at."""
+
+MOST_PRICES, TELLS = 4, 5e-4
+"""How many prices of memory are looked at, and by which part a further look must raise the bound."""
+
+Known = Sequence[tuple[Prices, Least]]
+"""What units take at least at some prices."""
+
+SIZE = len(Prices())
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Seconds of a step, and the prices of what its stages take and hold, all together."""
+
+    seconds: float
+    prices: Prices
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBounds:
+    """Of one mesh."""
+
+    num_ranks: int
+    microbatches: int
+    capacity: float
+    """Bytes of a rank."""
+    cuts_s: Sequence[tuple[float, float]]
+    """See `Bounds.cuts_s`."""
+    counts: Mapping[int, Sequence[int]]
+    """Units of each stage, by the number of stages a rank."""
+
+    def seconds(self, units: UnitBounds, enough: float) -> float:
+        """What a step takes at least; what units take is asked for at more and more prices, for as long as that tells
+        more and `enough` seconds aren't proven."""
+        time_alone = Prices(once=1 / self.microbatches)
+        known = [(time_alone, units.least(time_alone)), (Prices(), units.least(Prices()))]
+        prices, proven = self._first(known[0][1].whole), 0.0
+        for number in range(MOST_PRICES):
+            known.append((prices, units.least(prices, with_ends=number > 0)))
+            found = self._least(known)
+            is_last = number > 1 and found.seconds < proven * (1 + TELLS)
+            prices, proven = found.prices, max(proven, found.seconds)
+            if is_last or proven >= enough:
+                break
+        return proven
+
+    def _first(self, whole_s: float) -> Prices:
+        """Where memory binds somewhat; `whole_s`: of all units in a microbatch."""
+        byte_s = SCARCE * whole_s / self.capacity
+        return Prices(1.0, 1 / self.microbatches, byte_s, byte_s, byte_s * self.num_ranks)
+
+    def _least(self, known: Known) -> Bounded:
+        """The least of all numbers of stages."""
+        return min((self._of(counts, known) for counts in self.counts.values()), key=lambda each: each.seconds)
+
+    def _of(self, counts: Sequence[int], known: Known) -> Bounded:
+        cut = _Cut(self, counts, np.array([prices for prices, _ in known]), _of_stages(counts, known))
+        return cut.bounded()
+
+
+def _of_stages(counts: Sequence[int], known: Known) -> Array:
+    """[known, stage]: what a stage costs at least at its prices."""
+    ends = list(itertools.accumulate(counts))
+    return np.array([[least.of(end - n, end) for n, end in zip(counts, ends, strict=True)] for _, least in known])
+
+
+class _Cut:
+    """One cut: variables are what each stage takes and holds (`Prices`), the slowest stages of each round (each
+    microbatch, once a step), and what each rank holds in excess; in units of their own, so that all are near 1."""
+
+    def __init__(self, of: MemoryBounds, counts: Sequence[int], prices: Array, least: Array) -> None:
+        self.of, self.prices, self.least = of, prices, least
+        self.stages, self.virtual = len(counts), len(counts) // of.num_ranks
+        self.held = in_flight_of(of.num_ranks, of.microbatches, self.virtual)
+        self.cuts_s = self._cuts_s(counts)
+        self.step_s = float(least[0].sum()) * of.microbatches / of.num_ranks
+        second, byte = float(least[0].sum()) / self.stages, of.capacity / self.virtual
+        self.unit = np.array([second, second * of.microbatches, byte, byte, byte / max(self.held)])
+        self.byte_s = EXCESS * self.step_s / of.capacity
+
+    def _cuts_s(self, counts: Sequence[int]) -> Array:
+        """What its cuts cost each stage."""
+        ends = list(itertools.accumulate(counts))
+        begin_s = [0.0, *(self.of.cuts_s[end - 1][0] for end in ends[:-1])]
+        end_s = [*(self.of.cuts_s[end - 1][1] for end in ends[:-1]), 0.0]
+        return np.add(begin_s, end_s)
+
+    def _holds(self, stage: int) -> Array:
+        """How often a stage's `Prices` are there when its rank holds most."""
+        own = range(stage % self.of.num_ranks, self.stages, self.of.num_ranks)
+        has_gradients = any(self.held[each] < self.of.microbatches for each in own)
+        return np.array([0.0, 0.0, 1.0, float(has_gradients), float(self.held[stage])])
+
+    def bounded(self) -> Bounded:
+        rounds, ranks, steady = self.virtual, self.of.num_ranks, self.of.microbatches - 1 / self.virtual
+        slowest, excess = SIZE * self.stages, SIZE * self.stages + 2 * rounds
+        rows, unit = Rows(), self.unit
+        for stage in range(self.stages):
+            first, its_round = SIZE * stage, slowest + 2 * (stage // ranks)
+            rows.add_least([(its_round, 1.0), (first, -1.0)], self.cuts_s[stage] / unit[0])
+            rows.add_least([(its_round + 1, 1.0), (first + 1, -1.0)], 0.0)
+            for prices, least in zip(self.prices, self.least[:, stage], strict=True):
+                scaled = prices * unit / unit[0]
+                rows.add_least([(first + i, each) for i, each in enumerate(scaled) if each], least / unit[0])
+        for rank in range(ranks):
+            own = ((stage, self._holds(stage) * unit / unit[2]) for stage in range(rank, self.stages, ranks))
+            held = [(SIZE * stage + i, -each) for stage, used in own for i, each in enumerate(used) if each]
+            rows.add_least([*held, (excess + rank, 1.0)], -self.of.capacity / unit[2])
+        objective = np.zeros(excess + ranks)
+        objective[0:slowest:SIZE] = 1 / self.virtual
+        objective[slowest:excess:2] = steady
+        objective[slowest + 1 : excess : 2] = unit[1] / unit[0]
+        objective[excess:] = self.byte_s * unit[2] / unit[0]
+        result = mathopt.solve(
+            mathopt.Model.from_model_proto(program(rows, objective, [0.0] * len(objective))), mathopt.SolverType.GLOP
+        )
+        duals = np.fromiter(result.dual_values().values(), float) if result.has_dual_feasible_solution() else None
+        return self._proven(np.zeros(len(rows.lower)) if duals is None else np.maximum(duals, 0.0))
+
+    def _proven(self, duals: Array) -> Bounded:
+        """The bound that follows from dual prices: of what each stage takes and holds by these, as much as the known
+        costs account for."""
+        of, known = self.of, len(self.least)
+        by_stage = duals[: (2 + known) * self.stages].reshape(self.stages, 2 + known)
+        per_byte = duals[(2 + known) * self.stages :] * self.unit[0] / self.unit[2]
+        seconds = _shares(by_stage[:, 0], of.num_ranks) * (of.microbatches - 1 / self.virtual)
+        once = _shares(by_stage[:, 1], of.num_ranks)
+        total = -float(per_byte.sum()) * of.capacity + float((self.cuts_s * (seconds + 1 / self.virtual)).sum())
+        whole = np.zeros(SIZE)
+        for stage in range(self.stages):
+            worth = self._holds(stage) * per_byte[stage % of.num_ranks]
+            worth[0], worth[1] = seconds[stage] + 1 / self.virtual, once[stage]
+            told = by_stage[stage, 2:] @ self.prices
+            over = told > 0
+            part = min(1.0, float((worth[over] / told[over]).min(initial=1.0)))
+            total += part * float(by_stage[stage, 2:] @ self.least[:, stage])
+            whole += worth
+        return Bounded(total, Prices(*(whole / whole[0])))
+
+
+def _shares(duals: Array, num_ranks: int) -> Array:
+    """Those of the stages of each round, made to add up to 1."""
+    rounds = duals.reshape(-1, num_ranks) + 1e-300
+    shares: Array = (rounds / rounds.sum(axis=1, keepdims=True)).reshape(-1)
+    return shares

@@ -1,7 +1,7 @@
-"""What the best plan of a pipeline may take: units' costs in relaxed layouts, put together on stages.
+"""What the best plan of a pipeline may take: units' costs in layouts of the whole model, put together on stages.
 
-    cuts = Cuts(units, mesh, microbatches, capacity, cuts_s, counts, may_recompute=True)
-    guess = cuts.best_with(relaxed)             # … and again with leaner layouts, where memory binds
+    cuts = Cuts(units, mesh, microbatches, capacity, counts)
+    guess = cuts.best_with(laid)                # … and again with leaner layouts, where memory binds
 
 How many stages a rank has is settled here: more of them fill the pipeline sooner and send more.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from autopar.layers import Cut
 from autopar.mesh import Mesh
-from autopar.relaxed import Relaxed
 from autopar.solve.ranks import in_flight_of
 from autopar.solve.rounds import fit_rounds, spare_seconds
-from autopar.solve.stages import CutProblem, Layer, cut_layers
+from autopar.solve.stages import CutProblem, cut_layers
+from autopar.unit_points import Laid
 
 MIX_GAIN = 2e-3
 """What stages in unlike layouts must save, in parts of the step: they can't stand for each other."""
@@ -29,7 +29,7 @@ for nothing."""
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What units cost and hold in the relaxed layouts, put together: the cut, seconds of a step (infinite where it
+    """What units cost and hold in some layouts, put together: the cut, seconds of a step (infinite where it
     doesn't fit), and whether it fits with nothing computed again."""
 
     mesh: Mesh
@@ -37,8 +37,8 @@ class Guess:
     cut: Cut
     seconds: float
     keeps_all: bool
-    layouts: tuple[Relaxed, ...]
-    """Where those of each stage are from."""
+    layouts: tuple[Laid, ...]
+    """Those of each stage."""
 
 
 @dataclass(slots=True)
@@ -49,25 +49,19 @@ class Cuts:
     mesh: Mesh
     microbatches: int
     capacity: float
-    cuts_s: Sequence[tuple[float, float]]
-    """What a cut after each unit but the last costs, see `Bounds.cuts_s`."""
     counts: Mapping[int, Sequence[int]]
     """Units of each stage, by the number of stages that each rank may have; none with one, where any cut may be."""
-    may_recompute: bool
     pinned: tuple[int | None, ...] = ()
     """See `CutProblem`."""
-    known: list[Relaxed] = field(default_factory=list)
-    layers: list[tuple[Layer, ...]] = field(default_factory=list)
-    """In each of these layouts."""
+    known: list[Laid] = field(default_factory=list)
     in_rounds: Guess | None = None
     """The best with several stages a rank."""
 
-    def best_with(self, relaxed: Relaxed) -> Guess:
+    def best_with(self, laid: Laid) -> Guess:
         """The best cut where stages may have these layouts, too."""
-        self.known.append(relaxed)
-        self.layers.append(relaxed.layers(self.units, self.may_recompute, self.cuts_s))
+        self.known.append(laid)
         found = [] if self.in_rounds is None else [self.in_rounds]
-        found += self._cut_in_rounds(relaxed, self.layers[-1])
+        found += self._cut_in_rounds(laid)
         if found:
             self.in_rounds = min(found, key=lambda guess: guess.seconds)
         if 1 not in self.counts:
@@ -76,29 +70,29 @@ class Cuts:
         once = self._cut_once()
         return once if self.in_rounds is None or once.seconds <= self.in_rounds.seconds else self.in_rounds
 
-    def _cut_in_rounds(self, relaxed: Relaxed, layers: Sequence[Layer]) -> Iterator[Guess]:
+    def _cut_in_rounds(self, laid: Laid) -> Iterator[Guess]:
         """The best cuts into several stages a rank, all in the same layouts."""
-        ranks = self.mesh.num_stages
-        once_s, relaxed_s = relaxed.once_s / ranks, sum(layer.points[0].seconds for layer in layers)
+        ranks, layers = self.mesh.num_stages, laid.layers
+        once_s, whole_s = laid.once_s / ranks, sum(layer.points[0].seconds for layer in layers)
         for virtual, counts in self.counts.items():
             if virtual == 1:
                 continue
             found = fit_rounds(layers, counts, ranks, self.microbatches, self.capacity)
             firsts = [sum(counts[:stage]) for stage in range(len(counts))]
-            usual_s = relaxed_s / len(counts)
+            usual_s = whole_s / len(counts)
             spare = tuple(int(each > SPARE * usual_s) for each in spare_seconds(layers, counts, ranks))
             yield Guess(
                 mesh=replace(self.mesh, virtual=virtual),
                 cut=Cut.from_boundaries(self.units, firsts, spare),
                 seconds=found.objective + once_s,
                 keeps_all=math.isfinite(found.objective) and not any(found.points),
-                layouts=(relaxed,) * len(firsts),
+                layouts=(laid,) * len(firsts),
             )
 
     def _cut_once(self) -> Guess:
         """The best cut into one stage a rank, each stage in one of the layouts that are known."""
         stages, count = self.mesh.num_stages, self.microbatches
-        first, *others = self.layers
+        first, *others = (laid.layers for laid in self.known)
         problem = CutProblem(
             first,
             stages,
@@ -107,10 +101,10 @@ class Cuts:
             in_flight_of(stages, count),
             pinned=self.pinned,
             others=tuple(others),
-            once_seconds=tuple(relaxed.once_s / stages for relaxed in self.known),
+            once_seconds=tuple(laid.once_s / stages for laid in self.known),
             mix_gain=MIX_GAIN,
         )
-        # where the relaxed layouts need too much memory, the full problem decides whether others fit
+        # where these layouts need too much memory, the full problem decides whether others fit
         fitting = cut_layers(problem)
         found = fitting or cut_layers(replace(problem, capacity=math.inf))
         assert found is not None

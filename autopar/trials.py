@@ -39,23 +39,20 @@ from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.held import KINDS
-from autopar.solve.modes import is_forward
 from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
-from autopar.solve.ranks import in_flight_of, may_interleave, ranks_of
+from autopar.solve.ranks import may_interleave, ranks_of
 from autopar.solve.rounds import RoundCuts
 from autopar.solve.search import TIME_LIMIT_S
 from autopar.solve.share import solve_repeated_first, solve_shared
 from autopar.stage_pins import cannot_cut, pinned_stages
 from autopar.staging import Staged
 from autopar.unit_bounds import Least, Prices, UnitBounds
+from autopar.unit_points import LAYOUT_GAP, LAYOUT_TIME_S, Laid, UnitPoints
 
-LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
-"""Effort for the layouts of pipelines, whose stages can't be cut as evenly as a bound assumes."""
-
-PRICES = ((0.03, 0), (0.05, -1), (0.15, 0), (0.4, 0), (1.6, 0))
-"""Of memory, where it binds: the part of the step's time that all of a device's memory is worth, on the stage where
-so many microbatches are in flight as on the first, or on the last; tried one by one for as long as that helps."""
+PRICES = (0.05, 0.15, 0.4, 1.6)
+"""Of memory, where it binds: what all of a device's memory is worth, in parts of the step; tried one by one for as long
+as that helps."""
 
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
@@ -185,8 +182,7 @@ class Trials:
         once = [replace(self._pipeline(mesh), counts={1: ()}).least_s(self._least[mesh])] * (1 in self._counts(mesh))
         if not in_rounds:
             return min(once)
-        setting = replace(self._alone(mesh), recompute=self._free_recompute or "none", moments=KINDS)
-        units = UnitBounds(build_problem(self.whole, setting), self.whole.cut.units, self.whole.repeats)
+        units = UnitBounds(self._kinds_built(mesh), self.whole.cut.units, self.whole.repeats)
         cuts_s = self.bounds.cuts_s(mesh)
         bounds = MemoryBounds(mesh.num_stages, self.microbatches, self.capacity, cuts_s, in_rounds)
         return min([bounds.seconds(units, enough), *once])
@@ -311,13 +307,13 @@ class Trials:
     def _staged(self, mesh: Mesh, relaxed: Relaxed, built: BuiltProblem) -> Staged:
         """The problem of a cut model, whose stages take over the one-stage layouts that promise most."""
         guess = self._guess(mesh, relaxed)
-        known = {id(own): self._layouts(own) for own in guess.layouts}
+        known = {id(own): self._layouts(relaxed, own) for own in guess.layouts}
         there = self.skeletons.likeness(guess.cut).kept
         return Staged(built, [known[id(guess.layouts[stage])] for stage in there])
 
-    def _layouts(self, relaxed: Relaxed) -> dict[str, Strategy]:
-        """A solution of the one-stage problem, by node key."""
-        picked = zip(relaxed.built.nodes, relaxed.built.picked(relaxed.solution.choice), strict=True)
+    def _layouts(self, relaxed: Relaxed, laid: Laid) -> dict[str, Strategy]:
+        """The layouts of the one-stage problem, by node key."""
+        picked = zip(relaxed.built.nodes, laid.picked, strict=True)
         return self.skeletons.everywhere(self.whole, {node.meta["key"]: strategy for node, strategy in picked})
 
     @property
@@ -402,43 +398,37 @@ class Trials:
     def _guessed(self, mesh: Mesh, relaxed: Relaxed, capacity: float) -> Guess:
         """Of the fastest layouts; where memory binds, each stage may have leaner ones, memory having some price."""
         if not relaxed.solution.choice:
-            return Guess(mesh, Cut.single(self.skeletons.units), math.inf, False, (relaxed,) * mesh.num_stages)
-        cuts = Cuts(
-            self.skeletons.units,
-            mesh,
-            self.microbatches,
-            capacity,
-            self.bounds.cuts_s(mesh),
-            self._counts(mesh),
-            self.may_recompute,
-            pinned_stages(self.pins, self.skeletons),
-        )
-        best = cuts.best_with(relaxed)
+            return Guess(mesh, Cut.single(self.skeletons.units), math.inf, False, ())
+        points = self._points(mesh, relaxed)
+        pinned = pinned_stages(self.pins, self.skeletons)
+        cuts = Cuts(self.skeletons.units, mesh, self.microbatches, capacity, self._counts(mesh), pinned)
+        best = cuts.best_with(points.laid(relaxed.built.picked(relaxed.solution.choice)))
         if best.keeps_all or (mesh.num_stages == 1 and math.isfinite(best.seconds)):
             return best  # of one stage `solve.priced` finds others: it is only guessed what some that fits may take
-        bytes_s = relaxed.solution.objective / (mesh.num_stages * capacity)
-        for part, stage in PRICES:
-            without, best = best, cuts.best_with(self._leaner(mesh, relaxed, part * bytes_s, stage))
+        for part in PRICES:
+            without, best = best, cuts.best_with(points.leaner(part * points.worth_s / mesh.num_stages))
             if math.isfinite(best.seconds) and best.seconds >= without.seconds:
                 break
         return best
 
-    def _leaner(self, mesh: Mesh, relaxed: Relaxed, bytes_s: float, stage: int) -> Relaxed:
-        """The relaxed problem's solution where each byte that stages hold costs `bytes_s` seconds, those of forward
-        values as often as `stage` holds them."""
-        in_flight = in_flight_of(mesh.num_stages, self.microbatches)
-        usual = in_flight[stage] / in_flight[0]
-        problem = replace(unlimited(relaxed.built.problem), objective=self._relaxed_objective(mesh))
-        weights = [term.weight for term in problem.objective]
-        nodes = []
-        for node, used, of in zip(problem.nodes, relaxed.built.problem.nodes, relaxed.built.nodes, strict=True):
-            price = bytes_s * (usual if is_forward(of) else 1.0)
-            for held in list(used.memory.values())[:1]:  # where there are two moments, the start of the backward
-                node = replace(node, cost=node.cost + price * held / weights[node.row])
-            nodes.append(node)
-        priced = replace(problem, nodes=tuple(nodes))
-        solution = solve_repeated_first(relaxed.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=0.0)
-        return replace(relaxed, solution=solution)
+    def _points(self, mesh: Mesh, relaxed: Relaxed) -> UnitPoints:
+        """What units cost and hold on a mesh, in any layouts."""
+        fill_s, update_s = (term.weight for term in self._relaxed_objective(mesh))
+        in_flight = float(min(mesh.num_stages, self.microbatches))
+        return UnitPoints(
+            self._kinds_built(mesh),
+            self.whole.cut.units,
+            self.whole.repeats,
+            (fill_s, update_s),
+            self.bounds.cuts_s(mesh),
+            in_flight,
+            relaxed.solution.objective / self.capacity,
+        )
+
+    def _kinds_built(self, mesh: Mesh) -> BuiltProblem:
+        """The one-stage problem with all that may be computed again, and bytes by kind."""
+        setting = replace(self._alone(mesh), recompute=self._free_recompute or "none", moments=KINDS)
+        return build_problem(self.whole, setting)
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:
         """What the graph of a cut is priced for, on the mesh of its own stages."""

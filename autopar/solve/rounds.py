@@ -212,7 +212,9 @@ def fit_rounds(
 ) -> RoundCut:
     """The points of some layers that are cut, so that each rank has the memory."""
     held = in_flight_of(num_ranks, microbatches, len(counts) // num_ranks)
-    fitting = _Fitting(layers, counts, held, spare_seconds(layers, counts, num_ranks), [0] * len(layers))
+    gradients = [any(each < microbatches for each in held[rank::num_ranks]) for rank in range(num_ranks)]
+    spare_s = spare_seconds(layers, counts, num_ranks)
+    fitting = _Fitting(layers, counts, held, gradients, spare_s, [0] * len(layers))
     fit = [fitting.fit(range(rank, len(counts), num_ranks), capacity) for rank in range(num_ranks)]
     seconds = step_s(layers, counts, fitting.points, num_ranks, microbatches)
     return RoundCut(tuple(fitting.points), seconds if all(fit) else math.inf)
@@ -252,6 +254,8 @@ class _Fitting:
     layers: Sequence[Layer]
     counts: Sequence[int]
     held: Sequence[int]
+    gradients: Sequence[bool]
+    """Whether a rank has any when it first holds most."""
     spare_s: list[float]
     points: list[int]
 
@@ -294,7 +298,8 @@ class _Fitting:
 
     def _bytes(self, i: int, point: int, stage: int) -> float:
         own = self.layers[i].points[point]
-        return own.static_bytes + self.held[stage] * own.saved_bytes
+        gradients = own.gradient_bytes if self.gradients[stage % len(self.gradients)] else 0.0
+        return own.static_bytes + gradients + self.held[stage] * own.saved_bytes
 
 
 def least_s(

@@ -32,11 +32,18 @@ MEMORY_STEPS = 2.0**14
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One way to run a layer: seconds per microbatch (forward and backward), bytes at rest, bytes kept in flight."""
+    """One way to run a layer: seconds per microbatch (forward and backward), bytes at rest, bytes kept in flight, and
+    those of gradients, which aren't there yet where all microbatches are in flight."""
 
     seconds: float
     static_bytes: float = 0.0
     saved_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+
+    def held(self, in_flight: int, microbatches: int) -> float:
+        """Bytes with so many of the microbatches in flight."""
+        gradients = self.gradient_bytes if in_flight < microbatches else 0.0
+        return self.static_bytes + gradients + in_flight * self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +238,13 @@ def _fronts(
     for layer in problem.layers[start:]:
         key = (id(front), id(layer.points))
         if key not in known:
-            known[key] = _extended(front, layer, problem.in_flight[stage], room)
+            known[key] = _extended(front, layer, problem.in_flight[stage], problem.microbatches, room)
         front = known[key]
         yield front
 
 
-def _extended(front: _Front, layer: Layer, in_flight: int, room: float) -> _Front:
-    used = np.array([point.static_bytes + in_flight * point.saved_bytes for point in layer.points])
+def _extended(front: _Front, layer: Layer, in_flight: int, microbatches: int, room: float) -> _Front:
+    used = np.array([point.held(in_flight, microbatches) for point in layer.points])
     return _extend(front, used, np.array([point.seconds for point in layer.points]), room)
 
 
@@ -282,7 +289,7 @@ def evaluate_cut(
         ends_s = float(_ends_seconds(layers)[start, start + count])
         start += count
         seconds.append(math.fsum(point.seconds for point in picked) + ends_s)
-        held.append(math.fsum(point.static_bytes + in_flight * point.saved_bytes for point in picked))
+        held.append(math.fsum(point.held(in_flight, problem.microbatches) for point in picked))
     once_s = max(problem.once_seconds[which] for which in taken) if problem.once_seconds else 0.0
     objective = (problem.microbatches - 1) * max(seconds) + math.fsum(seconds) + once_s
     return Cut(tuple(counts), tuple(points), tuple(seconds), tuple(held), objective, taken)
@@ -296,7 +303,7 @@ def cut_lower_bound(problem: CutProblem) -> float:
     in_flight = min(problem.in_flight)
     held = 0.0
     for layer in problem.layers:
-        held += min(point.static_bytes + in_flight * point.saved_bytes for point in layer.points)
+        held += min(point.held(in_flight, problem.microbatches) for point in layer.points)
     if held > problem.num_stages * problem.capacity * (1 + TOLERANCE):
         return math.inf
     least = [min(point.seconds for point in layer.points) for layer in problem.layers]

@@ -1,0 +1,154 @@
+"""What each unit of a model costs and holds in some layouts, all kept or some of it computed again.
+
+    points = UnitPoints(built, units, repeats, weights, cuts_s, in_flight, worth_s)
+    laid = points.laid(picked)          # the strategies of a one-stage solution: its layers, each with its points
+    lean = points.leaner(bytes_s=1e-10) # layouts and modes chosen together where each byte has a price
+
+By that pipelines are cut. The problem is that of one stage, built for `held.KINDS`. In given layouts the modes alone
+are a small problem; solved at rising prices of memory, it gives each unit's points that are worth having.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.capture.runs import Repeats
+from autopar.relaxed import units_of_nodes
+from autopar.solve.build import BuiltProblem, Strategy
+from autopar.solve.held import KINDS
+from autopar.solve.layers_apart import of_layouts, restricted
+from autopar.solve.problem import Array, Node, Problem
+from autopar.solve.search import solve
+from autopar.solve.share import solve_repeated_first
+from autopar.solve.stages import Layer, Point
+
+LAYOUT_GAP, LAYOUT_TIME_S = 5e-3, 1.0
+"""Effort for the layouts of pipelines, whose stages can't be cut as evenly as a bound assumes."""
+
+MODE_GAP, MODE_TIME_S = 1e-3, 1.0
+"""Effort for what is computed again in given layouts."""
+
+WORTH = (0.0, 0.03, 0.075, 0.19, 0.47, 1.2, 3.0)
+"""Prices of memory: what as much as a device has is worth, kept for one microbatch, in parts of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A model in some layouts."""
+
+    picked: tuple[Strategy, ...]
+    """Of each node of the one-stage problem."""
+    layers: tuple[Layer, ...]
+    """Of each unit; the fastest point first."""
+    once_s: float
+    """Seconds of what runs once a step, on one stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPoints:
+    """Of a one-stage problem on a mesh."""
+
+    built: BuiltProblem
+    units: tuple[str, ...]
+    """Those traced, of which each stands for some."""
+    repeats: Repeats
+    weights: tuple[float, float]
+    """How often a second of each microbatch, and one of what is done once a step, counts in a step."""
+    cuts_s: Sequence[tuple[float, float]]
+    """What a cut after each unit of the model but the last costs, see `Bounds.cuts_s`."""
+    in_flight: float
+    """Microbatches whose activations a stage holds, about."""
+    worth_s: float
+    """Seconds for each byte of a device by which `WORTH` goes."""
+
+    def laid(self, picked: Sequence[Strategy]) -> Laid:
+        """The model in the layouts of some strategies."""
+        alike = [of_layouts(options, own) for options, own in zip(self.built.strategies, picked, strict=True)]
+        kept = [
+            own if len(own) else np.arange(len(options))
+            for own, options in zip(alike, self.built.strategies, strict=True)
+        ]
+        small, tallies = restricted(self.built.problem, kept), list[_Tally]()
+        for worth in WORTH if self.built.has_modes else WORTH[:1]:
+            bytes_s = worth * self.worth_s
+            hint = tallies[-1].choice if tallies else None
+            priced = self._priced(small, bytes_s / self.in_flight, bytes_s)
+            solution = solve(priced, gap=MODE_GAP, time_limit_s=MODE_TIME_S, hint=hint)
+            tallies.append(_Tally.of(self, small, solution.choice))
+        return Laid(tuple(picked), self._layers(tallies), tallies[0].once_s)
+
+    def leaner(self, bytes_s: float) -> Laid:
+        """The model in the layouts that are best where each byte of a stage is worth `bytes_s` seconds."""
+        priced = self._priced(self.built.problem, bytes_s, bytes_s * self.in_flight)
+        solution = solve_repeated_first(self.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=0.0)
+        return self.laid(self.built.picked(solution.choice))
+
+    def _priced(self, problem: Problem, bytes_s: float, kept_s: float) -> Problem:
+        """The problem where a byte that is always there, and one that is kept of a microbatch, have a price."""
+        nodes = []
+        for node in problem.nodes:
+            cost = node.cost * self.weights[node.row]
+            if node.memory:
+                rest, gradients, kept = _kinds(node)
+                cost = cost + bytes_s * (rest + gradients) + kept_s * kept
+            nodes.append(Node(node.name, cost))
+        edges = [replace(edge, cost=edge.cost * self.weights[edge.row], row=0) for edge in problem.edges]
+        return Problem(tuple(nodes), tuple(edges))
+
+    def _layers(self, tallies: Sequence[_Tally]) -> tuple[Layer, ...]:
+        points = [tuple(_worth_having(column)) for column in zip(*(each.points for each in tallies), strict=True)]
+        where = {unit: i for i, unit in enumerate(self.units)}
+        begin_s, end_s = (0.0, *(after for after, _ in self.cuts_s)), (*(before for _, before in self.cuts_s), 0.0)
+        own = [points[where[like]] for _, like in self.repeats.spread(self.units)]
+        return tuple(Layer(*each) for each in zip(own, end_s, begin_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """A choice, by unit."""
+
+    choice: tuple[int, ...]
+    points: tuple[Point, ...]
+    once_s: float
+
+    @staticmethod
+    def of(points: UnitPoints, problem: Problem, choice: tuple[int, ...]) -> _Tally:
+        built, size, once_s = points.built, len(points.units), 0.0
+        unit_of = units_of_nodes(built.nodes, points.units)
+        units = [unit_of[node] for node in built.nodes]
+        times = [points.repeats.times(points.units[unit]) for unit in units]
+        found = np.zeros((4, size))
+        for node, unit, count, pick in zip(problem.nodes, units, times, choice, strict=True):
+            if node.row:
+                once_s += float(node.cost[pick])
+            else:
+                found[0, unit] += node.cost[pick] / count
+            if node.memory:
+                found[1:, unit] += [float(each[pick]) / count for each in _kinds(node)]
+        for edge in problem.edges:
+            moved = float(edge.cost[choice[edge.source], choice[edge.target]])
+            if edge.row:
+                once_s += moved
+            else:
+                found[0, units[edge.target]] += moved / times[edge.target]
+        own = ((s, rest, kept, gradients) for s, rest, gradients, kept in found.T.tolist())
+        return _Tally(choice, tuple(Point(*each) for each in own), once_s)
+
+
+def _kinds(node: Node) -> tuple[Array, Array, Array]:
+    """Bytes of each strategy that are always there, of gradients, and kept of a microbatch."""
+    nothing = np.zeros(node.num_strategies)
+    rest, with_gradients, with_kept = (node.memory.get(kind, nothing) for kind in range(len(KINDS)))
+    return rest, with_gradients - rest, with_kept - rest
+
+
+def _worth_having(points: Sequence[Point]) -> list[Point]:
+    """The first, and each that holds less than those before it, for more time."""
+    found = [points[0]]
+    for point in points[1:]:
+        if point.seconds > found[-1].seconds and point.saved_bytes < found[-1].saved_bytes:
+            found.append(point)
+    return found

@@ -135,7 +135,7 @@ class Counting:
         for kind in ranks_of(self.mesh, self.microbatches, self.likeness.like).kinds:
             totals: dict[tuple[str, str], tuple[int, int, int]] = {}
             for row in (row for row in rows if row.stage in kind.stages):
-                times, before = kind.stages[row.stage].count, totals.get((row.axis, row.kind), (0, 0, 0))
+                times, before = kind.stages[row.stage], totals.get((row.axis, row.kind), (0, 0, 0))
                 more = (row.count, row.bytes_sent, row.whole_bytes)
                 totals[row.axis, row.kind] = _sum(before, more, times)
             yield from (Traffic(kind.rank, *key, *total) for key, total in sorted(totals.items()))

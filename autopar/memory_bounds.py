@@ -12,15 +12,15 @@ prices prove, made to add up exactly.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt.python import mathopt
 
+from autopar.solve.in_flight import Held, any_stage, held_at
 from autopar.solve.linear import Rows, program
 from autopar.solve.problem import Array
-from autopar.solve.ranks import in_flight_of
 from autopar.unit_bounds import Least, Prices, UnitBounds
 
 EXCESS = 100.0
@@ -77,7 +77,8 @@ class MemoryBounds:
     def _first(self, whole_s: float) -> Prices:
         """Where memory binds somewhat; `whole_s`: of all units in a microbatch."""
         byte_s = SCARCE * whole_s / self.capacity
-        return Prices(1.0, 1 / self.microbatches, byte_s, byte_s, byte_s * self.num_ranks)
+        has_gradients = self.microbatches > self.num_ranks  # beside all activations, on all ranks
+        return Prices(1.0, 1 / self.microbatches, byte_s, byte_s * has_gradients, byte_s * self.num_ranks)
 
     def _least(self, known: Known) -> Bounded:
         """The least of all numbers of stages."""
@@ -101,11 +102,12 @@ class _Cut:
     def __init__(self, of: MemoryBounds, counts: Sequence[int], prices: Array, least: Array) -> None:
         self.of, self.prices, self.least = of, prices, least
         self.stages, self.virtual = len(counts), len(counts) // of.num_ranks
-        self.held = in_flight_of(of.num_ranks, of.microbatches, self.virtual)
+        self.held = [any_stage(each) for each in held_at(of.num_ranks, of.microbatches, self.virtual)]
+        """Of each rank."""
         self.cuts_s = self._cuts_s(counts)
         self.step_s = float(least[0].sum()) * of.microbatches / of.num_ranks
         second, byte = float(least[0].sum()) / self.stages, of.capacity / self.virtual
-        self.unit = np.array([second, second * of.microbatches, byte, byte, byte / max(self.held)])
+        self.unit = np.array([second, second * of.microbatches, byte, byte, byte / of.num_ranks])
         self.byte_s = EXCESS * self.step_s / of.capacity
 
     def _cuts_s(self, counts: Sequence[int]) -> Array:
@@ -115,11 +117,9 @@ class _Cut:
         end_s = [*(self.of.cuts_s[end - 1][1] for end in ends[:-1]), 0.0]
         return np.add(begin_s, end_s)
 
-    def _holds(self, stage: int) -> Array:
-        """How often a stage's `Prices` are there when its rank holds most."""
-        own = range(stage % self.of.num_ranks, self.stages, self.of.num_ranks)
-        has_gradients = any(self.held[each] < self.of.microbatches for each in own)
-        return np.array([0.0, 0.0, 1.0, float(has_gradients), float(self.held[stage])])
+    def _moments(self) -> Iterator[tuple[int, Held]]:
+        """Each rank, when it may hold most."""
+        yield from ((rank, held) for rank, moments in enumerate(self.held) for held in moments)
 
     def bounded(self) -> Bounded:
         rounds, ranks, steady = self.virtual, self.of.num_ranks, self.of.microbatches - 1 / self.virtual
@@ -132,10 +132,10 @@ class _Cut:
             for prices, least in zip(self.prices, self.least[:, stage], strict=True):
                 scaled = prices * unit / unit[0]
                 rows.add_least([(first + i, each) for i, each in enumerate(scaled) if each], least / unit[0])
-        for rank in range(ranks):
-            own = ((stage, self._holds(stage) * unit / unit[2]) for stage in range(rank, self.stages, ranks))
-            held = [(SIZE * stage + i, -each) for stage, used in own for i, each in enumerate(used) if each]
-            rows.add_least([*held, (excess + rank, 1.0)], -self.of.capacity / unit[2])
+        for rank, held in self._moments():
+            own = ((rank + ranks * at, _holds(held, at) * unit / unit[2]) for at in range(rounds))
+            used = [(SIZE * stage + i, -each) for stage, of in own for i, each in enumerate(of) if each]
+            rows.add_least([*used, (excess + rank, 1.0)], -self.of.capacity / unit[2])
         objective = np.zeros(excess + ranks)
         objective[0:slowest:SIZE] = 1 / self.virtual
         objective[slowest:excess:2] = steady
@@ -153,19 +153,43 @@ class _Cut:
         of, known = self.of, len(self.least)
         by_stage = duals[: (2 + known) * self.stages].reshape(self.stages, 2 + known)
         per_byte = duals[(2 + known) * self.stages :] * self.unit[0] / self.unit[2]
-        seconds = _shares(by_stage[:, 0], of.num_ranks) * (of.microbatches - 1 / self.virtual)
-        once = _shares(by_stage[:, 1], of.num_ranks)
-        total = -float(per_byte.sum()) * of.capacity + float((self.cuts_s * (seconds + 1 / self.virtual)).sum())
-        whole = np.zeros(SIZE)
-        for stage in range(self.stages):
-            worth = self._holds(stage) * per_byte[stage % of.num_ranks]
-            worth[0], worth[1] = seconds[stage] + 1 / self.virtual, once[stage]
-            told = by_stage[stage, 2:] @ self.prices
-            over = told > 0
-            part = min(1.0, float((worth[over] / told[over]).min(initial=1.0)))
-            total += part * float(by_stage[stage, 2:] @ self.least[:, stage])
-            whole += worth
-        return Bounded(total, Prices(*(whole / whole[0])))
+        worths = np.zeros((self.stages, SIZE))
+        worths[:, 0] = _shares(by_stage[:, 0], of.num_ranks) * (of.microbatches - 1 / self.virtual) + 1 / self.virtual
+        worths[:, 1] = _shares(by_stage[:, 1], of.num_ranks)
+        for (rank, held), byte_s in zip(self._moments(), per_byte, strict=True):
+            for at in range(self.virtual):
+                worths[rank + of.num_ranks * at] += byte_s * _holds(held, at)
+        total = float(self.cuts_s @ worths[:, 0]) - float(per_byte.sum()) * of.capacity
+        for stage, worth in enumerate(worths):
+            total += self._accounted(worth, by_stage[stage, 2:], self.least[:, stage])
+        return Bounded(total, _usual(worths))
+
+    def _accounted(self, worth: Array, parts: Array, least: Array) -> float:
+        """What a stage costs at least at its prices: the known ones, in about such parts, add up to no more."""
+        left, total = worth.copy(), 0.0
+        for number in np.argsort(-parts * least):
+            prices = self.prices[number]
+            used = prices > 0
+            part = min(float(parts[number]), float((left[used] / prices[used]).min()))
+            left -= part * prices
+            total += part * float(least[number])
+        return total
+
+
+def _usual(worths: Array) -> Prices:
+    """Prices like those of many stages; gradients only where they count on all stages that lack memory."""
+    whole, scarce = worths.sum(axis=0), worths[worths[:, 2] > 0]
+    byte = whole[2] / whole[0]
+    if not len(scarce):
+        return Prices(1.0, float(whole[1] / whole[0]))
+    gradients, kept = (scarce[:, kind] / scarce[:, 2] for kind in (3, 4))
+    each = (1.0, whole[1] / whole[0], byte, byte * gradients.min(), byte * np.median(kept))
+    return Prices(*map(float, each))
+
+
+def _holds(held: Held, at: int) -> Array:
+    """How often a stage's `Prices` are there at a moment; `at`: its number on its rank."""
+    return np.array([0.0, 0.0, 1.0, held.summed[at], held.kept[at]])
 
 
 def _shares(duals: Array, num_ranks: int) -> Array:

@@ -247,8 +247,8 @@ class _Builder:
             self.wanted = wanted_again(self.setting.recompute)
             self.modes = modes_of(self.step.graph, self.wanted)
         self._find_homes()
-        ranks, microbatches = self.setting.ranks.kinds, self.setting.microbatches
-        self.moments = [*self.setting.moments] or moments_of(self.step.graph, ranks, microbatches, self.modes)
+        ranks = self.setting.ranks.kinds
+        self.moments = [*self.setting.moments] or moments_of(self.step.graph, ranks, self.modes)
         for node in self.step.graph.nodes:
             if node.op != "output" and node.target is not operator.getitem:
                 self._add_node(node)

@@ -2,12 +2,10 @@
 
     for node, moment, per_strategy in Holdings(…).rows(): …
 
-Moments: the start of the backward, when all that was kept is there, and the gradients of microbatches before. Where
-all microbatches are there before the first backward, there are no gradients yet; then the start of the second one is a
-moment, too, or the end of the only one. With recompute, what is computed again for the last block of the stage is there
-at the start, as far as the backward reads it; a head after the blocks may be small, so the start of the block before it
-is a moment of its own. A rank with several stages has these moments for each of them, while it holds what it holds of
-the others.
+Moments: the start of a stage's backward, at the times when its rank may hold most (`solve.in_flight`); where gradients
+are never all there beside activations, the end of the step, too. With recompute, what is computed again for the last
+block of the stage is there at the start, as far as the backward reads it; a head after the blocks may be small, so the
+start of the block before it is a moment of its own.
 
 Invariant: no program of these choices needs less than what a row counts (what it makes on the way comes on top), so
 that what the limits rule out can't be had.
@@ -16,10 +14,10 @@ that what the limits rule out can't be had.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -30,6 +28,8 @@ from autopar.rules.nodes import is_view, node_argument, tensor_operands
 from autopar.solve.modes import Mode, Modes, is_forward, producer
 from autopar.solve.problem import Array, Problem
 from autopar.solve.ranks import Owned, RankKind
+
+NO_BLOCK = "none"
 
 Row = tuple[Node, int, Array]
 """A node, the index of a moment, and bytes per strategy."""
@@ -46,60 +46,55 @@ class Moment:
     stage: int
     """Of those, the one whose backward it is."""
     name: str
-    block: str = ""
+    block: str = NO_BLOCK
     freed: str | None = None
-    has_activations: bool = True
-    has_gradients: bool = True
-    done: int = 0
-    """Of the microbatches that the stages hold at their fullest, those whose backward is over."""
 
     def held(self, stage: int, block: str = "") -> int:
         """Microbatches of which what `block` keeps on a stage is there."""
-        if stage not in self.stages or not self.has_activations:
+        if stage not in self.stages:
             return 0
-        return self.stages[stage].held - self.done - (stage == self.stage and self.freed == block)
+        return max(0, self.stages[stage].held - (stage == self.stage and self.freed == block))
 
-
-_ONE = {0: Owned(1, 1)}
 
 KINDS = (
-    Moment(0, _ONE, 0, "at rest", "none", has_activations=False, has_gradients=False),
-    Moment(0, _ONE, 0, "at rest, gradients", "none", has_activations=False),
-    Moment(0, _ONE, 0, "at rest, kept of a microbatch", "none", has_gradients=False),
+    Moment(0, {0: Owned(1, held=0, summed=0)}, 0, "at rest"),
+    Moment(0, {0: Owned(1, held=0, summed=1)}, 0, "at rest, gradients"),
+    Moment(0, {0: Owned(1, held=1, summed=0)}, 0, "at rest, kept of a microbatch"),
 )
-"""In place of moments: of one stage, what there is of each kind, by itself or beside what rests; no block's backward is
-under way."""
+"""In place of moments: of one stage, what there is of each kind, by itself or beside what rests."""
 
 
-def moments_of(graph: Graph, ranks: Sequence[RankKind], microbatches: int, modes: Modes | None) -> list[Moment]:
+def moments_of(graph: Graph, ranks: Sequence[RankKind], modes: Modes | None) -> list[Moment]:
     """The moments of each kind of ranks, in order."""
     has_backward = any(n.op == "call_function" and n.meta["phase"] == "backward" for n in graph.nodes)
     found: list[Moment] = []
-    for (rank, kind), stage in ((each, stage) for each in enumerate(ranks) for stage in each[1].stages):
-        name = f"stage {stage}" if len(kind.stages) == 1 else f"rank {kind.rank} stage {stage}"
-        both = not has_backward or any(own.held < own.count * microbatches for own in kind.stages.values())
-        moment = functools.partial(Moment, rank, kind.stages, stage)
-        nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
-        blocks = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
-        found += _starts(moment, name, blocks, has_gradients=both)
-        if not both and microbatches > 1 and _is_one(kind):
-            found += _starts(moment, f"{name} second", blocks, done=1)
-        elif not both:
-            found.append(moment(f"{name} end", has_activations=False))
+    for rank, kind in enumerate(ranks):
+        title, named = f"rank {kind.rank} " * (len(kind.stages) > 1), set[str]()
+        for stage, stages in kind.moments if has_backward else kind.moments[:1]:
+            nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
+            blocks = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
+            number = next(n for n in itertools.count(1) if f"{title}stage {stage} {n}" not in named)
+            named.add(f"{title}stage {stage} {number}")
+            name = f"{title}stage {stage}" + f" moment {number}" * (number > 1)
+            found += _starts(functools.partial(Moment, rank, stages, stage), name, blocks)
+        if has_backward and not any(_is_summed(stages) for _, stages in kind.moments):
+            stage, stages = kind.moments[-1]
+            last = {each: Owned(own.count, held=0, summed=own.count) for each, own in stages.items()}
+            found.append(Moment(rank, last, stage, f"{title}stage {stage} end"))
     return found
 
 
-def _starts(moment: Callable[..., Moment], name: str, blocks: list[str], **facts: Any) -> Iterator[Moment]:
+def _starts(moment: Callable[..., Moment], name: str, blocks: list[str]) -> Iterator[Moment]:
     """Of a stage's backward: that of its last block, and that of the one before a head."""
     last, *before = blocks
-    yield moment(name, last, **facts)
+    yield moment(name, last)
     if last == "after" and before:
-        yield moment(f"{name} {before[0]}", before[0], freed=last, **facts)
+        yield moment(f"{name} {before[0]}", before[0], freed=last)
 
 
-def _is_one(kind: RankKind) -> bool:
-    """Whether ranks have one stage, so that all of their gradients are there once a backward is over."""
-    return sum(own.count for own in kind.stages.values()) == 1
+def _is_summed(stages: Mapping[int, Owned]) -> bool:
+    """Whether the gradients of all stages are there."""
+    return all(own.summed == own.count for own in stages.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +138,12 @@ class Holdings:
         for value in dict.fromkeys(value if value in reduced else base_of(value) for value, _ in reads):
             stage = value.meta["stage"]
             for index, moment in enumerate(self.moments):
-                if stage not in moment.stages or not (moment.has_gradients or self._is_early(value, moment)):
+                if stage not in moment.stages:
                     continue
-                count = moment.stages[stage].count
+                own = moment.stages[stage]
+                count = min(own.count, own.summed + self._is_early(value, moment))
+                if not count:
+                    continue
                 if value in reduced:
                     reader = reduced[value]
                     place = tensor_operands(reader).index(value)
@@ -201,7 +199,7 @@ class Holdings:
         block, stage = modes.block[node], node.meta["stage"]
         received = [i for i, value in enumerate(tensor_operands(node)) if self._is_received(value, node, modes)]
         for index, moment in enumerate(self.moments):
-            if stage not in moment.stages or not moment.has_activations:
+            if stage not in moment.stages:
                 continue
             is_open = moment.stage == stage and moment.block == block
             for item in sorted(modes.items[node]):

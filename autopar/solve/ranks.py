@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.generators import has_rounds, round_of
+from autopar.solve.in_flight import Held, held_at, worst
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Of stages that are alike how many a rank has, and how many microbatches it holds of them at its fullest."""
+    """Of stages that are alike how many a rank has, how many microbatches of them it holds at some moment, and of how
+    many of them it has gradients by then."""
 
     count: int
     held: int
+    summed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,14 @@ class RankKind:
     """Ranks with like stages; `rank` is the first of them, which holds most."""
 
     rank: int
-    stages: Mapping[int, Owned] = field(hash=False)
-    """By the stage of the graph that stands for them."""
+    moments: tuple[tuple[int, Mapping[int, Owned]], ...] = field(hash=False)
+    """When it may hold most: the stage whose backward begins, and what it has of its stages, each by the stage of the
+    graph that stands for it."""
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """How many it has that are like each stage of the graph."""
+        return {stage: own.count for stage, own in self.moments[0][1].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +78,15 @@ class Ranks:
 def ranks_of(mesh: Mesh, microbatches: int, like: Sequence[int]) -> Ranks:
     """`like`: for each stage of the pipeline the one of the graph that stands for it; of one stage in all, it is the
     first that counts."""
-    held = in_flight_of(mesh.size(PIPELINE_AXIS), microbatches, mesh.virtual)
+    size = mesh.size(PIPELINE_AXIS)
     if len(like) == 1:
-        return Ranks((RankKind(0, {0: Owned(1, held[0])}),), (0,), ((0,),), (1,))
+        return Ranks((RankKind(0, _moments((0,), held_at(size, microbatches)[0])),), (0,), ((0,),), (1,))
     assert len(like) == mesh.num_stages, (like, mesh)
-    size, firsts = mesh.size(PIPELINE_AXIS), dict[tuple[int, ...], int]()
+    held, firsts = held_at(size, microbatches, mesh.virtual), dict[tuple[int, ...], int]()
     own = [tuple(like[stage] for stage in mesh.stages_at(rank)) for rank in range(size)]
     for rank, stages in enumerate(own):
         firsts.setdefault(stages, rank)
-    kinds = []
-    for stages, rank in firsts.items():
-        owned: dict[int, Owned] = {}
-        for stage, here in zip(mesh.stages_at(rank), stages, strict=True):
-            before = owned.get(here, Owned(0, 0))
-            owned[here] = Owned(before.count + 1, before.held + held[stage])
-        kinds.append(RankKind(rank, owned))
+    kinds = [RankKind(rank, _moments(stages, held[rank])) for stages, rank in firsts.items()]
     rounds = tuple(tuple(sorted(set(like[at : at + size]))) for at in range(0, len(like), size))
     times = Counter(like)
     return Ranks(
@@ -91,6 +94,23 @@ def ranks_of(mesh: Mesh, microbatches: int, like: Sequence[int]) -> Ranks:
         tuple(list(firsts).index(stages) for stages in own),
         rounds,
         tuple(times[stage] for stage in sorted(times)),
+    )
+
+
+def _moments(stages: Sequence[int], held: Sequence[Held]) -> tuple[tuple[int, Mapping[int, Owned]], ...]:
+    """What a rank with such stages has of them; of those that are alike, together."""
+    alike, counts = list(dict.fromkeys(stages)), Counter(stages)
+    found = []
+    for each in held:
+        kept, summed = Counter[int](), Counter[int]()
+        for stage, in_flight, has_sums in zip(stages, each.kept, each.summed, strict=True):
+            kept[stage] += in_flight
+            summed[stage] += has_sums
+        place = alike.index(stages[each.at])
+        found.append(Held(place, tuple(kept[s] for s in alike), tuple(summed[s] for s in alike)))
+    return tuple(
+        (alike[each.at], {s: Owned(counts[s], each.kept[i], each.summed[i]) for i, s in enumerate(alike)})
+        for each in worst(found)
     )
 
 

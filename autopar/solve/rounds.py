@@ -17,13 +17,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.solve.in_flight import Held, any_stage, held_at
 from autopar.solve.problem import Array, Index
-from autopar.solve.ranks import in_flight_of
 from autopar.solve.stages import Layer, fastest_seconds
 from autopar.solve.waiting import waited_s
 
@@ -211,11 +211,9 @@ def fit_rounds(
     layers: Sequence[Layer], counts: Sequence[int], num_ranks: int, microbatches: int, capacity: float
 ) -> RoundCut:
     """The points of some layers that are cut, so that each rank has the memory."""
-    held = in_flight_of(num_ranks, microbatches, len(counts) // num_ranks)
-    gradients = [any(each < microbatches for each in held[rank::num_ranks]) for rank in range(num_ranks)]
-    spare_s = spare_seconds(layers, counts, num_ranks)
-    fitting = _Fitting(layers, counts, held, gradients, spare_s, [0] * len(layers))
-    fit = [fitting.fit(range(rank, len(counts), num_ranks), capacity) for rank in range(num_ranks)]
+    held = held_at(num_ranks, microbatches, len(counts) // num_ranks)
+    fitting = _Fitting(layers, counts, num_ranks, spare_seconds(layers, counts, num_ranks), [0] * len(layers))
+    fit = [fitting.fit(rank, any_stage(held[rank]), capacity) for rank in range(num_ranks)]
     seconds = step_s(layers, counts, fitting.points, num_ranks, microbatches)
     return RoundCut(tuple(fitting.points), seconds if all(fit) else math.inf)
 
@@ -253,53 +251,62 @@ class _Fitting:
 
     layers: Sequence[Layer]
     counts: Sequence[int]
-    held: Sequence[int]
-    gradients: Sequence[bool]
-    """Whether a rank has any when it first holds most."""
+    num_ranks: int
     spare_s: list[float]
     points: list[int]
 
-    def fit(self, stages: Sequence[int], capacity: float) -> bool:
-        """Takes leaner points on the stages of a rank, the cheapest bytes first, until it fits; whether it does."""
-        firsts = [0, *itertools.accumulate(self.counts)]
-        stage_of = {i: stage for stage in stages for i in range(firsts[stage], firsts[stage + 1])}
-        used = math.fsum(self._bytes(i, 0, stage) for i, stage in stage_of.items())
-        leaner = [price for i, stage in stage_of.items() if (price := self._price(i, stage)) is not None]
+    def fit(self, rank: int, moments: Sequence[Held], capacity: float) -> bool:
+        """Takes leaner points on the stages of a rank, the cheapest bytes first, until it fits at each of some moments;
+        whether it does."""
+        ends = list(itertools.accumulate(self.counts))
+        own = list(enumerate(range(rank, len(self.counts), self.num_ranks)))
+        place = {i: at for at, stage in own for i in range(ends[stage] - self.counts[stage], ends[stage])}
+        while True:
+            used = [math.fsum(self._bytes(i, self.points[i], at, held) for i, at in place.items()) for held in moments]
+            most = max(used)
+            if most <= capacity:
+                return True
+            if not self._lean(rank, place, moments[used.index(most)], most - capacity):
+                return False
+
+    def _lean(self, rank: int, place: Mapping[int, int], held: Held, excess: float) -> bool:
+        """Saves so many bytes at a moment; `place`: the number on its rank of each layer's stage."""
+        leaner = [price for i in place if (price := self._price(i, rank, place[i], held)) is not None]
         heapq.heapify(leaner)
-        while used > capacity and leaner:
+        while excess > 0 and leaner:
             _, i = heapq.heappop(leaner)
-            price = self._price(i, stage_of[i])
+            price = self._price(i, rank, place[i], held)
             if price is not None and leaner and price > leaner[0]:  # what was spare is taken by now
                 heapq.heappush(leaner, price)
                 continue
-            used -= self._take_next(i, stage_of[i])
-            if (price := self._price(i, stage_of[i])) is not None:
+            excess -= self._take_next(i, rank, place[i], held)
+            if (price := self._price(i, rank, place[i], held)) is not None:
                 heapq.heappush(leaner, price)
-        return used <= capacity
+        return excess <= 0
 
-    def _take_next(self, i: int, stage: int) -> float:
+    def _take_next(self, i: int, rank: int, at: int, held: Held) -> float:
         """The bytes that it saves."""
-        point = self.points[i]
+        point, stage = self.points[i], rank + at * self.num_ranks
         self.points[i] += 1
         self.spare_s[stage] = max(0.0, self.spare_s[stage] - self._more_s(i, point))
-        return self._bytes(i, point, stage) - self._bytes(i, point + 1, stage)
+        return self._bytes(i, point, at, held) - self._bytes(i, point + 1, at, held)
 
-    def _price(self, i: int, stage: int) -> tuple[float, int] | None:
+    def _price(self, i: int, rank: int, at: int, held: Held) -> tuple[float, int] | None:
         """Seconds a byte of a layer's next point, and the layer; what is spare costs next to nothing."""
         point = self.points[i]
         if point + 1 >= len(self.layers[i].points):
             return None
-        saved, more_s = self._bytes(i, point, stage) - self._bytes(i, point + 1, stage), self._more_s(i, point)
-        return (max(EVEN * more_s, more_s - self.spare_s[stage]) / saved, i) if saved > 0 else None
+        saved = self._bytes(i, point, at, held) - self._bytes(i, point + 1, at, held)
+        more_s, spare_s = self._more_s(i, point), self.spare_s[rank + at * self.num_ranks]
+        return (max(EVEN * more_s, more_s - spare_s) / saved, i) if saved > 0 else None
 
     def _more_s(self, i: int, point: int) -> float:
         points = self.layers[i].points
         return points[point + 1].seconds - points[point].seconds
 
-    def _bytes(self, i: int, point: int, stage: int) -> float:
+    def _bytes(self, i: int, point: int, at: int, held: Held) -> float:
         own = self.layers[i].points[point]
-        gradients = own.gradient_bytes if self.gradients[stage % len(self.gradients)] else 0.0
-        return own.static_bytes + gradients + self.held[stage] * own.saved_bytes
+        return own.static_bytes + held.summed[at] * own.gradient_bytes + held.kept[at] * own.saved_bytes
 
 
 def least_s(

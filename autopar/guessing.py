@@ -73,7 +73,7 @@ class Cuts:
     def _cut_in_rounds(self, laid: Laid) -> Iterator[Guess]:
         """The best cuts into several stages a rank, all in the same layouts."""
         ranks, layers = self.mesh.num_stages, laid.layers
-        once_s, whole_s = laid.once_s / ranks, sum(layer.points[0].seconds for layer in layers)
+        whole_s = sum(layer.points[0].seconds for layer in layers)
         for virtual, counts in self.counts.items():
             if virtual == 1:
                 continue
@@ -84,7 +84,7 @@ class Cuts:
             yield Guess(
                 mesh=replace(self.mesh, virtual=virtual),
                 cut=Cut.from_boundaries(self.units, firsts, spare),
-                seconds=found.objective + once_s,
+                seconds=found.objective,
                 keeps_all=math.isfinite(found.objective) and not any(found.points),
                 layouts=(laid,) * len(firsts),
             )

@@ -92,7 +92,7 @@ class MemoryBounds:
 def _of_stages(counts: Sequence[int], known: Known) -> Array:
     """[known, stage]: what a stage costs at least at its prices."""
     ends = list(itertools.accumulate(counts))
-    return np.array([[least.of(end - n, end) for n, end in zip(counts, ends, strict=True)] for _, least in known])
+    return np.array([[least.alike(end - n, end) for n, end in zip(counts, ends, strict=True)] for _, least in known])
 
 
 class _Cut:

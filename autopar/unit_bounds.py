@@ -38,6 +38,9 @@ from autopar.solve.search import solve
 GAP, TIME_LIMIT_S = 1e-3, 2.0
 """Effort for a bound."""
 
+TELLS = 1e-3
+"""What isn't worth another look, in parts of what a unit takes."""
+
 MOST_JOINED = 4
 """Units of a model whose ends would be the same."""
 
@@ -78,6 +81,9 @@ class Least:
     """Of each unit of the model."""
     joined: tuple[float, ...] = ()
     """What a unit and the next one cost beyond these where they are on one stage."""
+    crossed: tuple[float, ...] = ()
+    """What a unit among others that are like it costs beyond these for what the one before it, and the one after it,
+    bring it from other stages in the same layouts; by which it is before."""
 
     @property
     def whole(self) -> float:
@@ -87,6 +93,11 @@ class Least:
     def of(self, start: int, end: int) -> float:
         """Of a stage with the units start..end-1."""
         return sum(self.seconds[start:end]) + sum(self.joined[start : end - 1])
+
+    def alike(self, start: int, end: int) -> float:
+        """The same where all stages are in the same layouts."""
+        is_inside = self.crossed and start > 0 and end < len(self.seconds)
+        return self.of(start, end) + (min(self.crossed[start - 1], self.crossed[end - 1]) if is_inside else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +117,18 @@ class UnitBounds:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
         onward: dict[str, float] = {}
+        across: dict[str, float] = {}
         for units in alike.values():
-            least = self._least(_in_common([parts[unit] for unit in units]))
+            common = _in_common([parts[unit] for unit in units])
+            least = self._least(common)
             found |= dict.fromkeys(units, least)
             onward |= {u: max(0.0, self._least(parts[u]) - least) for u in units if self._follows_itself(u)}
+            across |= {u: self._across(parts[u], common, least) for u in units if onward.get(u, 0.0) > TELLS * least}
         like = [like for _, like in self.repeats.spread(self.units)]
-        joined = [onward.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
+        joined, crossed = (
+            [more.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
+            for more in (onward, across)
+        )
         if with_ends and len(like) > MOST_JOINED:
             for place, beside in ((0, 1), (len(joined) - 1, len(joined) - 2)):
                 first, last = like[place], like[place + 1]
@@ -119,7 +136,18 @@ class UnitBounds:
                 more = self._least(both) - found.get(first, 0.0) - found.get(last, 0.0)
                 if more > joined[place] + joined[beside]:
                     joined[place], joined[beside] = more, 0.0
-        return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined))
+        return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined), tuple(crossed))
+
+    def _across(self, unit: _Unit, common: _Unit, least: float) -> float:
+        """What a unit costs more for what it gets from one that is like it, on another stage: a value is brought there
+        once for all that read it, so that one of them counts, that which costs most to bring it to."""
+        dearest: dict[str, tuple[float, _Between]] = {}
+        for between, cost in unit.edges.items():
+            if between not in common.edges:
+                usual = float(cost[np.isfinite(cost)].mean()) if np.isfinite(cost).any() else 0.0
+                dearest[between[0]] = max(dearest.get(between[0], (0.0, between)), (usual, between))
+        edges = common.edges | {between: unit.edges[between] for _, between in dearest.values()}
+        return max(0.0, self._least(_Unit(unit.nodes, edges)) - least)
 
     def _follows_itself(self, unit: str) -> bool:
         """Whether a unit stands for several, one after another."""

@@ -10,7 +10,7 @@ are a small problem; solved at rising prices of memory, it gives each unit's poi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,8 +43,11 @@ class Laid:
     """Of each node of the one-stage problem."""
     layers: tuple[Layer, ...]
     """Of each unit; the fastest point first."""
-    once_s: float
-    """Seconds of what runs once a step, on one stage."""
+
+    @property
+    def once_s(self) -> float:
+        """Seconds of what runs once a step, on one stage."""
+        return sum(layer.once_seconds for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class UnitPoints:
     units: tuple[str, ...]
     """Those traced, of which each stands for some."""
     repeats: Repeats
-    weights: tuple[float, float]
-    """How often a second of each microbatch, and one of what is done once a step, counts in a step."""
+    weights: Mapping[str, tuple[float, float]]
+    """How often a second of each microbatch, and one of what is done once a step, counts in a step, by unit."""
     cuts_s: Sequence[tuple[float, float]]
     """What a cut after each unit of the model but the last costs, see `Bounds.cuts_s`."""
     in_flight: float
@@ -78,7 +81,7 @@ class UnitPoints:
             priced = self._priced(small, bytes_s / self.in_flight, bytes_s)
             solution = solve(priced, gap=MODE_GAP, time_limit_s=MODE_TIME_S, hint=hint)
             tallies.append(_Tally.of(self, small, solution.choice))
-        return Laid(tuple(picked), self._layers(tallies), tallies[0].once_s)
+        return Laid(tuple(picked), self._layers(tallies))
 
     def leaner(self, bytes_s: float) -> Laid:
         """The model in the layouts that are best where each byte of a stage is worth `bytes_s` seconds."""
@@ -88,22 +91,29 @@ class UnitPoints:
 
     def _priced(self, problem: Problem, bytes_s: float, kept_s: float) -> Problem:
         """The problem where a byte that is always there, and one that is kept of a microbatch, have a price."""
-        nodes = []
-        for node in problem.nodes:
-            cost = node.cost * self.weights[node.row]
+        nodes, own = [], [self.weights[self.units[unit]] for unit in self._units_of_nodes()]
+        for node, weights in zip(problem.nodes, own, strict=True):
+            cost = node.cost * weights[node.row]
             if node.memory:
                 rest, gradients, kept = _kinds(node)
                 cost = cost + bytes_s * (rest + gradients) + kept_s * kept
             nodes.append(Node(node.name, cost))
-        edges = [replace(edge, cost=edge.cost * self.weights[edge.row], row=0) for edge in problem.edges]
+        edges = [replace(edge, cost=edge.cost * own[edge.target][edge.row], row=0) for edge in problem.edges]
         return Problem(tuple(nodes), tuple(edges))
+
+    def _units_of_nodes(self) -> list[int]:
+        unit_of = units_of_nodes(self.built.nodes, self.units)
+        return [unit_of[node] for node in self.built.nodes]
 
     def _layers(self, tallies: Sequence[_Tally]) -> tuple[Layer, ...]:
         points = [tuple(_worth_having(column)) for column in zip(*(each.points for each in tallies), strict=True)]
         where = {unit: i for i, unit in enumerate(self.units)}
         begin_s, end_s = (0.0, *(after for after, _ in self.cuts_s)), (*(before for _, before in self.cuts_s), 0.0)
-        own = [points[where[like]] for _, like in self.repeats.spread(self.units)]
-        return tuple(Layer(*each) for each in zip(own, end_s, begin_s, strict=True))
+        own = [where[like] for _, like in self.repeats.spread(self.units)]
+        once_s = tallies[0].once_s
+        return tuple(
+            Layer(points[unit], end, begin, once_s[unit]) for unit, end, begin in zip(own, end_s, begin_s, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +122,23 @@ class _Tally:
 
     choice: tuple[int, ...]
     points: tuple[Point, ...]
-    once_s: float
+    once_s: tuple[float, ...]
 
     @staticmethod
     def of(points: UnitPoints, problem: Problem, choice: tuple[int, ...]) -> _Tally:
-        built, size, once_s = points.built, len(points.units), 0.0
-        unit_of = units_of_nodes(built.nodes, points.units)
-        units = [unit_of[node] for node in built.nodes]
+        units = points._units_of_nodes()
         times = [points.repeats.times(points.units[unit]) for unit in units]
-        found = np.zeros((4, size))
+        found = np.zeros((5, len(points.units)))  # seconds of each row, bytes of each kind
         for node, unit, count, pick in zip(problem.nodes, units, times, choice, strict=True):
-            if node.row:
-                once_s += float(node.cost[pick])
-            else:
-                found[0, unit] += node.cost[pick] / count
+            found[node.row, unit] += node.cost[pick] / count
             if node.memory:
-                found[1:, unit] += [float(each[pick]) / count for each in _kinds(node)]
+                found[2:, unit] += [float(each[pick]) / count for each in _kinds(node)]
         for edge in problem.edges:
             moved = float(edge.cost[choice[edge.source], choice[edge.target]])
-            if edge.row:
-                once_s += moved
-            else:
-                found[0, units[edge.target]] += moved / times[edge.target]
-        own = ((s, rest, kept, gradients) for s, rest, gradients, kept in found.T.tolist())
-        return _Tally(choice, tuple(Point(*each) for each in own), once_s)
+            found[edge.row, units[edge.target]] += moved / times[edge.target]
+        seconds, once_s, rest, gradients, kept = found.tolist()
+        own = zip(seconds, rest, kept, gradients, strict=True)
+        return _Tally(choice, tuple(Point(*each) for each in own), tuple(once_s))
 
 
 def _kinds(node: Node) -> tuple[Array, Array, Array]:

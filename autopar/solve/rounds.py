@@ -231,8 +231,12 @@ def step_s(
     """Seconds of a step."""
     stage_s = _stage_seconds(layers, counts, points)
     virtual = len(counts) // num_ranks
-    rounds = (max(stage_s[at : at + num_ranks]) for at in range(0, len(counts), num_ranks))
-    return (microbatches - 1 / virtual) * math.fsum(rounds) + math.fsum(stage_s) / virtual
+    spans = itertools.pairwise((0, *itertools.accumulate(counts)))
+    once_s = [math.fsum(layer.once_seconds for layer in layers[start:end]) for start, end in spans]
+    rounds, update = (
+        math.fsum(max(own[at : at + num_ranks]) for at in range(0, len(counts), num_ranks)) for own in (stage_s, once_s)
+    )
+    return (microbatches - 1 / virtual) * rounds + math.fsum(stage_s) / virtual + update
 
 
 def _stage_seconds(layers: Sequence[Layer], counts: Sequence[int], points: Sequence[int]) -> list[float]:

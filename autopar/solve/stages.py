@@ -49,11 +49,12 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The ways to run one unit; what a cut right after it costs the stage that it ends, and what one right before it
-    costs the stage that it begins."""
+    costs the stage that it begins; and what it does once a step."""
 
     points: tuple[Point, ...]
     cut_seconds: float = 0.0
     begin_seconds: float = 0.0
+    once_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

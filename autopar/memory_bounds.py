@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from autopar.solve.in_flight import Held, any_stage, held_at
+from autopar.solve.in_flight import Held, fullest
 from autopar.solve.linear import Rows, program
 from autopar.solve.problem import Array
 from autopar.unit_bounds import Least, Prices, UnitBounds
@@ -102,7 +102,7 @@ class _Cut:
     def __init__(self, of: MemoryBounds, counts: Sequence[int], prices: Array, least: Array) -> None:
         self.of, self.prices, self.least = of, prices, least
         self.stages, self.virtual = len(counts), len(counts) // of.num_ranks
-        self.held = [any_stage(each) for each in held_at(of.num_ranks, of.microbatches, self.virtual)]
+        self.held = fullest(of.num_ranks, of.microbatches, self.virtual)
         """Of each rank."""
         self.cuts_s = self._cuts_s(counts)
         self.step_s = float(least[0].sum()) * of.microbatches / of.num_ranks

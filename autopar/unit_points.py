@@ -10,6 +10,7 @@ are a small problem; solved at rising prices of memory, it gives each unit's poi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from autopar.relaxed import units_of_nodes
 from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.held import KINDS
 from autopar.solve.layers_apart import of_layouts, restricted
-from autopar.solve.problem import Array, Node, Problem
+from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
 from autopar.solve.share import solve_repeated_first
 from autopar.solve.stages import Layer, Point
@@ -50,7 +51,7 @@ class Laid:
         return sum(layer.once_seconds for layer in self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitPoints:
     """Of a one-stage problem on a mesh."""
 
@@ -74,34 +75,36 @@ class UnitPoints:
             own if len(own) else np.arange(len(options))
             for own, options in zip(alike, self.built.strategies, strict=True)
         ]
-        small, tallies = restricted(self.built.problem, kept), list[_Tally]()
+        small = restricted(self.built.problem, kept)
+        modes, tallies = _Modes.of(self._weighed(small)), list[_Tally]()
+        rest, saved = zip(*(_kinds_of_price(node) for node in small.nodes), strict=True)
         for worth in WORTH if self.built.has_modes else WORTH[:1]:
             bytes_s = worth * self.worth_s
-            hint = tallies[-1].choice if tallies else None
-            priced = self._priced(small, bytes_s / self.in_flight, bytes_s)
-            solution = solve(priced, gap=MODE_GAP, time_limit_s=MODE_TIME_S, hint=hint)
-            tallies.append(_Tally.of(self, small, solution.choice))
+            choice = modes.solved(
+                [r * (bytes_s / self.in_flight) + k * bytes_s for r, k in zip(rest, saved, strict=True)]
+            )
+            tallies.append(_Tally.of(self, small, choice))
         return Laid(tuple(picked), self._layers(tallies))
 
     def leaner(self, bytes_s: float) -> Laid:
         """The model in the layouts that are best where each byte of a stage is worth `bytes_s` seconds."""
-        priced = self._priced(self.built.problem, bytes_s, bytes_s * self.in_flight)
+        weighed = self._weighed(self.built.problem)
+        prices = ((r + k * self.in_flight) * bytes_s for r, k in map(_kinds_of_price, self.built.problem.nodes))
+        nodes = (replace(node, cost=node.cost + more) for node, more in zip(weighed.nodes, prices, strict=True))
+        priced = replace(weighed, nodes=tuple(nodes))
         solution = solve_repeated_first(self.built, priced, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=0.0)
         return self.laid(self.built.picked(solution.choice))
 
-    def _priced(self, problem: Problem, bytes_s: float, kept_s: float) -> Problem:
-        """The problem where a byte that is always there, and one that is kept of a microbatch, have a price."""
-        nodes, own = [], [self.weights[self.units[unit]] for unit in self._units_of_nodes()]
-        for node, weights in zip(problem.nodes, own, strict=True):
-            cost = node.cost * weights[node.row]
-            if node.memory:
-                rest, gradients, kept = _kinds(node)
-                cost = cost + bytes_s * (rest + gradients) + kept_s * kept
-            nodes.append(Node(node.name, cost))
-        edges = [replace(edge, cost=edge.cost * own[edge.target][edge.row], row=0) for edge in problem.edges]
+    def _weighed(self, problem: Problem) -> Problem:
+        """The problem without limits, each second counting as often as that of its unit does."""
+        own = [self.weights[self.units[unit]] for unit in self.units_of_nodes]
+        nodes = (Node(n.name, n.cost * weights[n.row]) for n, weights in zip(problem.nodes, own, strict=True))
+        edges = (replace(edge, cost=edge.cost * own[edge.target][edge.row], row=0) for edge in problem.edges)
         return Problem(tuple(nodes), tuple(edges))
 
-    def _units_of_nodes(self) -> list[int]:
+    @functools.cached_property
+    def units_of_nodes(self) -> list[int]:
+        """Of each node of the problem, which of `units` it is of."""
         unit_of = units_of_nodes(self.built.nodes, self.units)
         return [unit_of[node] for node in self.built.nodes]
 
@@ -120,13 +123,12 @@ class UnitPoints:
 class _Tally:
     """A choice, by unit."""
 
-    choice: tuple[int, ...]
     points: tuple[Point, ...]
     once_s: tuple[float, ...]
 
     @staticmethod
     def of(points: UnitPoints, problem: Problem, choice: tuple[int, ...]) -> _Tally:
-        units = points._units_of_nodes()
+        units = points.units_of_nodes
         times = [points.repeats.times(points.units[unit]) for unit in units]
         found = np.zeros((5, len(points.units)))  # seconds of each row, bytes of each kind
         for node, unit, count, pick in zip(problem.nodes, units, times, choice, strict=True):
@@ -138,7 +140,48 @@ class _Tally:
             found[edge.row, units[edge.target]] += moved / times[edge.target]
         seconds, once_s, rest, gradients, kept = found.tolist()
         own = zip(seconds, rest, kept, gradients, strict=True)
-        return _Tally(choice, tuple(Point(*each) for each in own), tuple(once_s))
+        return _Tally(tuple(Point(*each) for each in own), tuple(once_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Modes:
+    """A problem of which most nodes have one strategy: the others, with what these cost beside them."""
+
+    size: int
+    free: list[int]
+    problem: Problem
+
+    @staticmethod
+    def of(problem: Problem) -> _Modes:
+        free = [i for i, node in enumerate(problem.nodes) if node.num_strategies > 1]
+        place = {i: at for at, i in enumerate(free)}
+        costs, edges = [problem.nodes[i].cost for i in free], list[Edge]()
+        for edge in problem.edges:
+            source, target = place.get(edge.source), place.get(edge.target)
+            if source is not None and target is not None:
+                edges.append(Edge(source, target, edge.cost))
+            elif source is not None:
+                costs[source] = costs[source] + edge.cost[:, 0]
+            elif target is not None:
+                costs[target] = costs[target] + edge.cost[0]
+        nodes = (Node(problem.nodes[i].name, cost) for i, cost in zip(free, costs, strict=True))
+        return _Modes(len(problem.nodes), free, Problem(tuple(nodes), tuple(edges)))
+
+    def solved(self, prices: Sequence[Array]) -> tuple[int, ...]:
+        """The best choice where each strategy costs so much more."""
+        pairs = zip(self.free, self.problem.nodes, strict=True)
+        nodes = tuple(replace(node, cost=node.cost + prices[i]) for i, node in pairs)
+        solution = solve(replace(self.problem, nodes=nodes), gap=MODE_GAP, time_limit_s=MODE_TIME_S)
+        choice = [0] * self.size
+        for i, pick in zip(self.free, solution.choice, strict=True):
+            choice[i] = pick
+        return tuple(choice)
+
+
+def _kinds_of_price(node: Node) -> tuple[Array, Array]:
+    """Bytes of each strategy that are there whatever is in flight, and kept of a microbatch."""
+    rest, gradients, kept = _kinds(node)
+    return rest + gradients, kept
 
 
 def _kinds(node: Node) -> tuple[Array, Array, Array]:

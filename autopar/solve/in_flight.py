@@ -41,9 +41,11 @@ def held_at(num_ranks: int, microbatches: int, virtual: int = 1) -> tuple[tuple[
     return tuple(tuple(worst([*_moments(rank, num_ranks, microbatches, virtual)])) for rank in range(num_ranks))
 
 
-def any_stage(held: Sequence[Held]) -> tuple[Held, ...]:
-    """Those that others don't exceed, whichever stage begins a backward."""
-    return tuple(worst([replace(each, at=0) for each in held]))
+@functools.lru_cache(maxsize=64)
+def fullest(num_ranks: int, microbatches: int, virtual: int = 1) -> tuple[tuple[Held, ...], ...]:
+    """Of each rank those of `held_at` that others don't exceed, whichever stage begins a backward."""
+    ranks = held_at(num_ranks, microbatches, virtual)
+    return tuple(tuple(worst([replace(each, at=0) for each in own])) for own in ranks)
 
 
 def worst(moments: Sequence[Held]) -> Iterator[Held]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.in_flight import Held, any_stage, held_at
+from autopar.solve.in_flight import Held, fullest
 from autopar.solve.problem import Array, Index
 from autopar.solve.stages import Layer, fastest_seconds
 from autopar.solve.waiting import waited_s
@@ -92,7 +92,7 @@ class RoundCuts:
         fastest = [0] * len(self.layers)
         found = []
         for apart in APART:
-            counts = self._evened(self._cheapest(virtual, apart))
+            counts = self._evened(self._cheapest(virtual, apart), microbatches)
             stage_s = _stage_seconds(self.layers, counts, fastest)
             waited = waited_s(stage_s, self.num_ranks, microbatches)
             said = step_s(self.layers, counts, fastest, self.num_ranks, microbatches)
@@ -126,32 +126,36 @@ class RoundCuts:
             yield length
             end -= length
 
-    def _evened(self, counts: list[int]) -> tuple[int, ...]:
+    def _evened(self, counts: list[int], microbatches: int) -> tuple[int, ...]:
         """With a layer less on the rank that holds most for as long as another rank may take it in one of the rounds,
         no round getting longer, and none holds as much then."""
         size = self.num_ranks
         rounds = [counts[at : at + size] for at in range(0, len(counts), size)]
         firsts = [0, *itertools.accumulate(map(sum, rounds))]
-        held = [(len(rounds) - 1) * size + 2 * (size - rank) - 1 for rank in range(size)]
-        loads = [self._loads(first, own, held) for first, own in zip(firsts, rounds, strict=False)]
+        held = [np.array([each.kept for each in own]) for own in fullest(size, microbatches, len(rounds))]
+        loads = np.array([self._loads(first, own) for first, own in zip(firsts, rounds, strict=False)])
         while True:
-            total = [sum(of_rank) for of_rank in zip(*loads, strict=True)]
-            most = max(range(size), key=lambda rank: total[rank])
+            total = self._fullest(held, loads)
+            most = int(total.argmax())
             found = []
             for at, taker in itertools.product(range(len(rounds)), range(size)):
                 if moved := self._moved(firsts[at], rounds[at], most, taker):
-                    new = self._loads(firsts[at], moved, held)
-                    worst = max(a - b + c for a, b, c in zip(total, loads[at], new, strict=True))
-                    found.append((round(worst, 6), [*rounds[:at], moved, *rounds[at + 1 :]], at, new))
-            if not found or min(found)[0] >= total[most]:
+                    new = loads.copy()
+                    new[at] = self._loads(firsts[at], moved)
+                    worst = round(float(self._fullest(held, new).max()), 6)
+                    found.append((worst, at, taker, moved, new))
+            if not found or min(found, key=lambda each: each[:3])[0] >= total[most]:
                 return tuple(itertools.chain.from_iterable(rounds))
-            _, rounds, at, loads[at] = min(found)
+            _, at, _, rounds[at], loads = min(found, key=lambda each: each[:3])
 
-    def _loads(self, first: int, lengths: Sequence[int], held: Sequence[int]) -> list[float]:
-        """What each rank holds of a round, about: a layer for each chunk of a microbatch."""
+    def _fullest(self, held: Sequence[Array], loads: Array) -> Array:
+        """What each rank holds at most, about: a layer for each microbatch of a stage."""
+        return np.array([(moments @ loads[:, rank]).max() for rank, moments in enumerate(held)])
+
+    def _loads(self, first: int, lengths: Sequence[int]) -> list[float]:
+        """What each rank holds of a round for each microbatch, in layers."""
         times = self._times(first, lengths)
-        lean = (LEAN if seconds < max(times) else 1.0 for seconds in times)
-        return [chunks * length * part for chunks, length, part in zip(held, lengths, lean, strict=True)]
+        return [length * (LEAN if s < max(times) else 1.0) for length, s in zip(lengths, times, strict=True)]
 
     def _moved(self, first: int, lengths: Sequence[int], giver: int, taker: int) -> list[int]:
         """Of the stages of a round, a layer fewer on one and one more on another; empty where it gets longer."""
@@ -210,17 +214,25 @@ class RoundCuts:
 def fit_rounds(
     layers: Sequence[Layer], counts: Sequence[int], num_ranks: int, microbatches: int, capacity: float
 ) -> RoundCut:
-    """The points of some layers that are cut, so that each rank has the memory."""
-    held = held_at(num_ranks, microbatches, len(counts) // num_ranks)
+    """The points of some layers that are cut, so that each rank has the memory.
+
+    The rank that lacks most comes first: where it makes a round longer, the others have time to spare in that."""
+    held = fullest(num_ranks, microbatches, len(counts) // num_ranks)
     fitting = _Fitting(layers, counts, num_ranks, spare_seconds(layers, counts, num_ranks), [0] * len(layers))
-    fit = [fitting.fit(rank, any_stage(held[rank]), capacity) for rank in range(num_ranks)]
+    fit = []
+    for rank in sorted(range(num_ranks), key=lambda rank: -max(fitting.used(rank, held[rank]))):
+        fit.append(fitting.fit(rank, held[rank], capacity))
+        fitting.spare_s = spare_seconds(layers, counts, num_ranks, fitting.points)
     seconds = step_s(layers, counts, fitting.points, num_ranks, microbatches)
     return RoundCut(tuple(fitting.points), seconds if all(fit) else math.inf)
 
 
-def spare_seconds(layers: Sequence[Layer], counts: Sequence[int], num_ranks: int) -> list[float]:
-    """What each stage may take longer than at its fastest points without being the slowest of its round."""
-    stage_s = _stage_seconds(layers, counts, [0] * len(layers))
+def spare_seconds(
+    layers: Sequence[Layer], counts: Sequence[int], num_ranks: int, points: Sequence[int] = ()
+) -> list[float]:
+    """What each stage may take longer than at some points, by default its fastest, and not be the slowest of its
+    round."""
+    stage_s = _stage_seconds(layers, counts, points or [0] * len(layers))
     rounds = (stage_s[at : at + num_ranks] for at in range(0, len(counts), num_ranks))
     return [max(own) - each for own in rounds for each in own]
 
@@ -262,16 +274,25 @@ class _Fitting:
     def fit(self, rank: int, moments: Sequence[Held], capacity: float) -> bool:
         """Takes leaner points on the stages of a rank, the cheapest bytes first, until it fits at each of some moments;
         whether it does."""
-        ends = list(itertools.accumulate(self.counts))
-        own = list(enumerate(range(rank, len(self.counts), self.num_ranks)))
-        place = {i: at for at, stage in own for i in range(ends[stage] - self.counts[stage], ends[stage])}
+        place = self._places(rank)
         while True:
-            used = [math.fsum(self._bytes(i, self.points[i], at, held) for i, at in place.items()) for held in moments]
+            used = self.used(rank, moments)
             most = max(used)
             if most <= capacity:
                 return True
             if not self._lean(rank, place, moments[used.index(most)], most - capacity):
                 return False
+
+    def used(self, rank: int, moments: Sequence[Held]) -> list[float]:
+        """Bytes of a rank at each of some moments."""
+        place = self._places(rank)
+        return [math.fsum(self._bytes(i, self.points[i], at, held) for i, at in place.items()) for held in moments]
+
+    def _places(self, rank: int) -> dict[int, int]:
+        """The layers of a rank, and which of its stages each is on."""
+        ends = list(itertools.accumulate(self.counts))
+        own = enumerate(range(rank, len(self.counts), self.num_ranks))
+        return {i: at for at, stage in own for i in range(ends[stage] - self.counts[stage], ends[stage])}
 
     def _lean(self, rank: int, place: Mapping[int, int], held: Held, excess: float) -> bool:
         """Saves so many bytes at a moment; `place`: the number on its rank of each layer's stage."""

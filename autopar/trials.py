@@ -38,7 +38,6 @@ from autopar.rules.choices import Choice, choice_text
 from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
-from autopar.solve.held import KINDS
 from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
 from autopar.solve.ranks import may_interleave, ranks_of
@@ -57,7 +56,7 @@ as that helps."""
 TIGHTER = (0.85, 0.7)
 """Parts of the memory for which a pipeline is guessed again where no plan comes of the guess before."""
 
-UNSEEN = 0.02
+UNSEEN = 0.015
 """Share of the memory that the working set of the moment takes, by which pipelines' first limits are tighter."""
 
 KEPT_BUILT = 4
@@ -440,7 +439,7 @@ class Trials:
 
     def _kinds_built(self, mesh: Mesh) -> BuiltProblem:
         """The one-stage problem with all that may be computed again, and bytes by kind."""
-        setting = replace(self._alone(mesh), recompute=self._free_recompute or "none", moments=KINDS)
+        setting = replace(self._alone(mesh), recompute=self._free_recompute or "none", by_kind=True)
         return build_problem(self.whole, setting)
 
     def setting(self, cut: Cut, mesh: Mesh) -> Setting:

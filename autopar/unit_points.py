@@ -130,16 +130,16 @@ class _Tally:
     def of(points: UnitPoints, problem: Problem, choice: tuple[int, ...]) -> _Tally:
         units = points.units_of_nodes
         times = [points.repeats.times(points.units[unit]) for unit in units]
-        found = np.zeros((5, len(points.units)))  # seconds of each row, bytes of each kind
+        found = np.zeros((6, len(points.units)))  # seconds of each row, bytes of each kind
         for node, unit, count, pick in zip(problem.nodes, units, times, choice, strict=True):
             found[node.row, unit] += node.cost[pick] / count
             if node.memory:
-                found[2:, unit] += [float(each[pick]) / count for each in _kinds(node)]
+                found[2:, unit] += [float(each[pick]) / count for each in (*_kinds(node), _widest(node))]
         for edge in problem.edges:
             moved = float(edge.cost[choice[edge.source], choice[edge.target]])
             found[edge.row, units[edge.target]] += moved / times[edge.target]
-        seconds, once_s, rest, gradients, kept = found.tolist()
-        own = zip(seconds, rest, kept, gradients, strict=True)
+        seconds, once_s, rest, gradients, kept, widest = found.tolist()
+        own = zip(seconds, rest, kept, gradients, widest, strict=True)
         return _Tally(tuple(Point(*each) for each in own), tuple(once_s))
 
 
@@ -181,7 +181,7 @@ class _Modes:
 def _kinds_of_price(node: Node) -> tuple[Array, Array]:
     """Bytes of each strategy that are there whatever is in flight, and kept of a microbatch."""
     rest, gradients, kept = _kinds(node)
-    return rest + gradients, kept
+    return rest + gradients + _widest(node), kept
 
 
 def _kinds(node: Node) -> tuple[Array, Array, Array]:
@@ -189,6 +189,13 @@ def _kinds(node: Node) -> tuple[Array, Array, Array]:
     nothing = np.zeros(node.num_strategies)
     rest, with_gradients, with_kept = (node.memory.get(kind, nothing) for kind in range(len(KINDS)))
     return rest, with_gradients - rest, with_kept - rest
+
+
+def _widest(node: Node) -> Array:
+    """Bytes that the widest op after the blocks reads."""
+    nothing = np.zeros(node.num_strategies)
+    widest: Array = node.memory.get(len(KINDS), nothing) - node.memory.get(0, nothing)
+    return np.maximum(widest, 0.0) if len(KINDS) in node.memory else nothing
 
 
 def _worth_having(points: Sequence[Point]) -> list[Point]:

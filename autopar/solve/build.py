@@ -35,7 +35,7 @@ from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import is_view, node_argument, op_name, result_values, tensor_operands
 from autopar.solve import problem as abstract
 from autopar.solve.costs import Compute, compute_costs, local_bytes
-from autopar.solve.held import Holdings, Moment, is_step_relay, moments_of
+from autopar.solve.held import Holdings, Moment, is_step_relay, kinds_of, moments_of
 from autopar.solve.modes import Mode, Modes, Wanted, is_forward, may_be_reused, modes_of, producer
 from autopar.solve.problem import Array
 from autopar.solve.ranks import Ranks
@@ -63,8 +63,8 @@ class Setting:
     recompute: str = "none"
     """`none`, `auto` (where it pays), `full` (every block), or a glob of the modules that run again. `kept` is `none`
     with modes, by which limits see that what the forward's relay moved is kept in place of the value itself."""
-    moments: tuple[Moment, ...] = ()
-    """Those that are limited, where not all in which ranks may need most (`held.KINDS`, say)."""
+    by_kind: bool = False
+    """Whether memory is told by kind (`held.KINDS`), of one stage, not when ranks may need most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,8 @@ class _Builder:
             self.modes = modes_of(self.step.graph, self.wanted)
         self._find_homes()
         ranks = self.setting.ranks.kinds
-        self.moments = [*self.setting.moments] or moments_of(self.step.graph, ranks, self.modes)
+        graph = self.step.graph
+        self.moments = kinds_of(graph, self.modes) if self.setting.by_kind else moments_of(graph, ranks, self.modes)
         for node in self.step.graph.nodes:
             if node.op != "output" and node.target is not operator.getitem:
                 self._add_node(node)

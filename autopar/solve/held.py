@@ -5,7 +5,7 @@
 Moments: the start of a stage's backward, at the times when its rank may hold most (`solve.in_flight`); where gradients
 are never all there beside activations, the end of the step, too. With recompute, what is computed again for the last
 block of the stage is there at the start, as far as the backward reads it; a head after the blocks may be small, so the
-start of the block before it is a moment of its own.
+start of the block before it is a moment of its own; or large on its way, so that its widest op is another.
 
 Invariant: no program of these choices needs less than what a row counts (what it makes on the way comes on top), so
 that what the limits rule out can't be had.
@@ -19,12 +19,14 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar import markers
 from autopar.gradients import reduced_by_backward
 from autopar.joint import forward_twin
-from autopar.rules.nodes import is_view, node_argument, tensor_operands
+from autopar.program.storages import nbytes
+from autopar.rules.nodes import is_pointwise, is_view, node_argument, tensor_operands
 from autopar.solve.modes import Mode, Modes, is_forward, producer
 from autopar.solve.problem import Array, Problem
 from autopar.solve.ranks import Owned, RankKind
@@ -33,6 +35,21 @@ NO_BLOCK = "none"
 
 Row = tuple[Node, int, Array]
 """A node, the index of a moment, and bytes per strategy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widest:
+    """The op of a block's backward at which most is there that the block makes on its way."""
+
+    node: Node
+    live: tuple[Node, ...]
+    """Storages made in the block's backward, before or by others, that are still read."""
+    read: tuple[Node, ...]
+    """Those of the block's forward that it reads."""
+    over: Node | None
+    """Of these, the one in whose place the result may be, unless it is kept."""
+    is_apart: bool
+    """Whether the result has a place of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +65,8 @@ class Moment:
     name: str
     block: str = NO_BLOCK
     freed: str | None = None
+    widest: Widest | None = None
+    """What is there, too, when an op runs."""
 
     def held(self, stage: int, block: str = "") -> int:
         """Microbatches of which what `block` keeps on a stage is there."""
@@ -64,6 +83,13 @@ KINDS = (
 """In place of moments: of one stage, what there is of each kind, by itself or beside what rests."""
 
 
+def kinds_of(graph: Graph, modes: Modes | None) -> list[Moment]:
+    """`KINDS` of a graph of one stage; and what the widest op after its blocks needs, where there are such."""
+    last = _blocks(graph, 0, modes)[0]
+    widest = _widest(graph, 0, last, modes) if last == "after" and modes is not None else None
+    return [*KINDS, *([replace(KINDS[0], name="at rest, widest", widest=widest)] if widest is not None else [])]
+
+
 def moments_of(graph: Graph, ranks: Sequence[RankKind], modes: Modes | None) -> list[Moment]:
     """The moments of each kind of ranks, in order."""
     has_backward = any(n.op == "call_function" and n.meta["phase"] == "backward" for n in graph.nodes)
@@ -71,12 +97,16 @@ def moments_of(graph: Graph, ranks: Sequence[RankKind], modes: Modes | None) -> 
     for rank, kind in enumerate(ranks):
         title, named = f"rank {kind.rank} " * (len(kind.stages) > 1), set[str]()
         for stage, stages in kind.moments if has_backward else kind.moments[:1]:
-            nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
-            blocks = list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
             number = next(n for n in itertools.count(1) if f"{title}stage {stage} {n}" not in named)
             named.add(f"{title}stage {stage} {number}")
             name = f"{title}stage {stage}" + f" moment {number}" * (number > 1)
+            blocks = _blocks(graph, stage, modes)
             found += _starts(functools.partial(Moment, rank, stages, stage), name, blocks)
+            if blocks[0] == "after" and modes is not None:
+                widest = _widest(graph, stage, blocks[0], modes)
+                found += [Moment(rank, stages, stage, f"{name} widest", freed="after", widest=widest)] * (
+                    widest is not None
+                )
         if has_backward and not any(_is_summed(stages) for _, stages in kind.moments):
             stage, stages = kind.moments[-1]
             last = {each: Owned(own.count, held=0, summed=own.count) for each, own in stages.items()}
@@ -90,6 +120,59 @@ def _starts(moment: Callable[..., Moment], name: str, blocks: list[str]) -> Iter
     yield moment(name, last)
     if last == "after" and before:
         yield moment(f"{name} {before[0]}", before[0], freed=last)
+
+
+def _blocks(graph: Graph, stage: int, modes: Modes | None) -> list[str]:
+    """Those of a stage, the last first."""
+    nodes = [n for n in reversed(graph.nodes) if is_forward(n) and n.meta["stage"] == stage and not is_view(n)]
+    return list(dict.fromkeys(modes.block[n] for n in nodes)) if modes is not None and nodes else [""]
+
+
+def _widest(graph: Graph, stage: int, block: str, modes: Modes) -> Widest | None:
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node.meta["phase"] == "backward" and node.meta["stage"] == stage
+        if node.target is not operator.getitem and modes.block.get(node) == block
+    ]
+    last_read = {_storage(value): number for number, node in enumerate(nodes) for value in tensor_operands(node)}
+    best, most = None, 0
+    for number, node in enumerate(nodes):
+        if _storage(node) is not node:
+            continue
+        found = _at(node, nodes[:number], {v for v, last in last_read.items() if last >= number}, block, modes)
+        size = sum(map(_size, (*found.live, *found.read)))
+        size += _size(node) if found.is_apart or found.over is not None else 0
+        if size > most:
+            best, most = found, size
+    return best
+
+
+def _at(node: Node, before: Sequence[Node], read_later: set[Node], block: str, modes: Modes) -> Widest:
+    operands = list(dict.fromkeys(_storage(value) for value in tensor_operands(node)))
+    live = tuple(each for each in before if each in read_later)
+    read = tuple(
+        v for v in operands if is_forward(producer(v)[0]) and modes.block[producer(v)[0]] == block and not is_view(v)
+    )
+    alike = [v for v in operands if v.meta["val"].shape == node.meta["val"].shape and _size(v) == _size(node)]
+    is_free = any(v not in read for v in alike) or not is_pointwise(node.target)
+    over = None if is_free else next((v for v in read if v in alike), None)
+    return Widest(node, live, read, over, is_apart=not is_pointwise(node.target) or not alike)
+
+
+def _storage(value: Node) -> Node:
+    """As `base_of`, where relays move nothing."""
+    while (
+        value.op == "call_function"
+        and value.target is not operator.getitem
+        and (value.target is markers.relay or is_view(value))
+    ):
+        value = node_argument(value, 0)
+    return value
+
+
+def _size(value: Node) -> int:
+    return nbytes(value.meta["val"]) if isinstance(value.meta["val"], Tensor) else 0
 
 
 def _is_summed(stages: Mapping[int, Owned]) -> bool:
@@ -123,6 +206,7 @@ class Holdings:
             elif forward_twin(node) is not None:
                 yield from self._reused(node)
         yield from self._gradients()
+        yield from self._widest()
         yield from self._activations() if self.modes is None else self._foreign(self.modes)
 
     def _always(self, node: Node, count: Array | float = 1.0) -> Iterator[Row]:
@@ -162,6 +246,17 @@ class Holdings:
             if node.op == "call_function" and node.meta["phase"] in ("norm", "update"):
                 sources = (source for source in node.all_input_nodes if source.op == "call_function")
                 yield from ((source, node) for source in sources if source.meta["phase"] == "backward")
+
+    def _widest(self) -> Iterator[Row]:
+        """What is there at the widest op of a moment."""
+        for index, moment in enumerate(self.moments):
+            if moment.widest is None:
+                continue
+            at = moment.widest
+            yield from (self._row(value, index) for value in (*at.live, *at.read, *[at.node] * at.is_apart))
+            if at.over is not None:
+                maker, item = producer(at.over)
+                yield maker, index, self.result_bytes(maker, item) * self.in_mode(maker, Mode.KEPT)
 
     # -- activations -------------------------------------------------------------------------------------------
     def _activations(self) -> Iterator[Row]:

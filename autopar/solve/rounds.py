@@ -331,7 +331,8 @@ class _Fitting:
 
     def _bytes(self, i: int, point: int, at: int, held: Held) -> float:
         own = self.layers[i].points[point]
-        return own.static_bytes + held.summed[at] * own.gradient_bytes + held.kept[at] * own.saved_bytes
+        beside = own.beside_bytes if held.kept[at] else 0.0
+        return own.static_bytes + held.summed[at] * own.gradient_bytes + held.kept[at] * own.saved_bytes + beside
 
 
 def least_s(

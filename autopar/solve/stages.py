@@ -33,17 +33,24 @@ MEMORY_STEPS = 2.0**14
 @dataclass(frozen=True, slots=True)
 class Point:
     """One way to run a layer: seconds per microbatch (forward and backward), bytes at rest, bytes kept in flight, and
-    those of gradients, which aren't there yet where all microbatches are in flight."""
+    those of gradients, which aren't there yet where all microbatches are in flight; and those that the widest op of its
+    backward reads, where that may be more than what was kept of the microbatch."""
 
     seconds: float
     static_bytes: float = 0.0
     saved_bytes: float = 0.0
     gradient_bytes: float = 0.0
+    widest_bytes: float = 0.0
 
     def held(self, in_flight: int, microbatches: int) -> float:
         """Bytes with so many of the microbatches in flight."""
         gradients = self.gradient_bytes if in_flight < microbatches else 0.0
-        return self.static_bytes + gradients + in_flight * self.saved_bytes
+        return self.static_bytes + gradients + in_flight * self.saved_bytes + self.beside_bytes
+
+    @property
+    def beside_bytes(self) -> float:
+        """What its widest op needs beside what is kept."""
+        return max(0.0, self.widest_bytes - self.saved_bytes)
 
 
 @dataclass(frozen=True, slots=True)

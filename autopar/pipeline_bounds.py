@@ -22,9 +22,6 @@ from autopar.solve.problem import Array
 from autopar.solve.stages import Layer, Point, fastest_seconds
 from autopar.unit_bounds import Least
 
-ALIKE = 0.05
-"""By which part stages may be faster than the slowest of a round and count as if they were as slow."""
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineBounds:
@@ -41,35 +38,13 @@ class PipelineBounds:
 
     def least_s(self, least: Least) -> float:
         """Seconds of a step."""
-        return min(self._by_virtual(least).values())
-
-    def best_cut(self, least: Least) -> Sequence[int]:
-        """Units of each stage of the cut that takes least; none where that is one with one stage a rank."""
-        found = self._by_virtual(least)
-        return self.counts[min(found, key=lambda virtual: found[virtual])]
-
-    def waited(self, least: Least, counts: Sequence[int]) -> list[float]:
-        """How often each unit's time counts in a step of a cut: in each microbatch only on the slowest stages of a
-        round, which share that, and on all stages when the pipeline fills."""
-        virtual, stage_s = len(counts) // self.num_ranks, stages_s(least, self.cuts_s)
-        own = [float(stage_s[span]) for span in itertools.pairwise((0, *itertools.accumulate(counts)))]
-        found: list[float] = []
-        for at in range(0, len(own), self.num_ranks):
-            rounds = own[at : at + self.num_ranks]
-            slowest = [seconds >= max(rounds) * (1 - ALIKE) for seconds in rounds]
-            each = (self.microbatches - 1 / virtual) / sum(slowest)
-            times = [is_slowest * each + 1 / virtual for is_slowest in slowest]
-            found += [t for t, count in zip(times, counts[at:], strict=False) for _ in range(count)]
-        return found
-
-    def _by_virtual(self, least: Least) -> dict[int, float]:
-        stage_s, found = stages_s(least, self.cuts_s), {}
+        stage_s, found = stages_s(least, self.cuts_s), []
         cut_s = min(map(sum, self.cuts_s), default=0.0)
         for virtual, counts in self.counts.items():
             rounds_s = self._rounds_s(stage_s, counts) if counts else self._slowest_s(stage_s)
             filled_s = self.through_s + (self.num_ranks * virtual - 1) * cut_s
-            found[virtual] = (self.microbatches - 1 / virtual) * rounds_s + filled_s / virtual
-        return found
+            found.append((self.microbatches - 1 / virtual) * rounds_s + filled_s / virtual)
+        return min(found)
 
     def _slowest_s(self, stage_s: Array) -> float:
         """The least slowest stage of all cuts into one a rank."""

@@ -412,30 +412,17 @@ class Trials:
 
     def _points(self, mesh: Mesh, relaxed: Relaxed) -> UnitPoints:
         """What units cost and hold on a mesh, in any layouts."""
+        fill, update = (term.weight for term in self._relaxed_objective(mesh))
         in_flight = float(min(mesh.num_stages, self.microbatches))
         return UnitPoints(
             self._kinds_built(mesh),
             self.whole.cut.units,
             self.whole.repeats,
-            self._weights(mesh),
+            (fill, update),
             self.bounds.cuts_s(mesh),
             in_flight,
             relaxed.solution.objective / self.capacity,
         )
-
-    def _weights(self, mesh: Mesh) -> dict[str, tuple[float, float]]:
-        """How often what a unit takes in each microbatch, and once a step, counts in a step: most on the slowest stages
-        of their rounds in the cut that takes least by what units take at least."""
-        fill, update = (term.weight for term in self._relaxed_objective(mesh))
-        traced, ranks = self.whole.cut.units, mesh.num_stages
-        if ranks == 1 or not (cut := self._pipeline(mesh).best_cut(self._least[mesh])):
-            return dict.fromkeys(traced, (fill, update))
-        counted = dict.fromkeys(traced, 0.0)
-        waited = self._pipeline(mesh).waited(self._least[mesh], cut)
-        like = [like for _, like in self.whole.repeats.spread(traced)]
-        for unit, times in zip(like, waited, strict=True):
-            counted[unit] += times / like.count(unit)
-        return {unit: (times, update) for unit, times in counted.items()}
 
     def _kinds_built(self, mesh: Mesh) -> BuiltProblem:
         """The one-stage problem with all that may be computed again, and bytes by kind."""

@@ -11,7 +11,7 @@ are a small problem; solved at rising prices of memory, it gives each unit's poi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,8 +59,8 @@ class UnitPoints:
     units: tuple[str, ...]
     """Those traced, of which each stands for some."""
     repeats: Repeats
-    weights: Mapping[str, tuple[float, float]]
-    """How often a second of each microbatch, and one of what is done once a step, counts in a step, by unit."""
+    weights: tuple[float, float]
+    """How often a second of each microbatch, and one of what is done once a step, counts in a step."""
     cuts_s: Sequence[tuple[float, float]]
     """What a cut after each unit of the model but the last costs, see `Bounds.cuts_s`."""
     in_flight: float
@@ -96,10 +96,9 @@ class UnitPoints:
         return self.laid(self.built.picked(solution.choice))
 
     def _weighed(self, problem: Problem) -> Problem:
-        """The problem without limits, each second counting as often as that of its unit does."""
-        own = [self.weights[self.units[unit]] for unit in self.units_of_nodes]
-        nodes = (Node(n.name, n.cost * weights[n.row]) for n, weights in zip(problem.nodes, own, strict=True))
-        edges = (replace(edge, cost=edge.cost * own[edge.target][edge.row], row=0) for edge in problem.edges)
+        """The problem without limits, each second counting as often as it does in a step."""
+        nodes = (Node(node.name, node.cost * self.weights[node.row]) for node in problem.nodes)
+        edges = (replace(edge, cost=edge.cost * self.weights[edge.row], row=0) for edge in problem.edges)
         return Problem(tuple(nodes), tuple(edges))
 
     @functools.cached_property
@@ -109,7 +108,8 @@ class UnitPoints:
         return [unit_of[node] for node in self.built.nodes]
 
     def _layers(self, tallies: Sequence[_Tally]) -> tuple[Layer, ...]:
-        points = [tuple(_worth_having(column)) for column in zip(*(each.points for each in tallies), strict=True)]
+        columns = zip(*(each.points for each in tallies), strict=True)
+        points = [tuple(_worth_having(column, self.in_flight)) for column in columns]
         where = {unit: i for i, unit in enumerate(self.units)}
         begin_s, end_s = (0.0, *(after for after, _ in self.cuts_s)), (*(before for _, before in self.cuts_s), 0.0)
         own = [where[like] for _, like in self.repeats.spread(self.units)]
@@ -198,10 +198,14 @@ def _widest(node: Node) -> Array:
     return np.maximum(widest, 0.0) if len(KINDS) in node.memory else nothing
 
 
-def _worth_having(points: Sequence[Point]) -> list[Point]:
+def _worth_having(points: Sequence[Point], in_flight: float) -> list[Point]:
     """The first, and each that holds less than those before it, for more time."""
     found = [points[0]]
     for point in points[1:]:
-        if point.seconds > found[-1].seconds and point.saved_bytes < found[-1].saved_bytes:
+        if point.seconds > found[-1].seconds and _bytes(point, in_flight) < _bytes(found[-1], in_flight):
             found.append(point)
     return found
+
+
+def _bytes(point: Point, in_flight: float) -> float:
+    return point.static_bytes + point.gradient_bytes + point.beside_bytes + in_flight * point.saved_bytes

@@ -103,10 +103,8 @@ def moments_of(graph: Graph, ranks: Sequence[RankKind], modes: Modes | None) -> 
             blocks = _blocks(graph, stage, modes)
             found += _starts(functools.partial(Moment, rank, stages, stage), name, blocks)
             if blocks[0] == "after" and modes is not None:
-                widest = _widest(graph, stage, blocks[0], modes)
-                found += [Moment(rank, stages, stage, f"{name} widest", freed="after", widest=widest)] * (
-                    widest is not None
-                )
+                widest = _widest(graph, stage, "after", modes)
+                found.append(Moment(rank, stages, stage, f"{name} widest", freed="after", widest=widest))
         if has_backward and not any(_is_summed(stages) for _, stages in kind.moments):
             stage, stages = kind.moments[-1]
             last = {each: Owned(own.count, held=0, summed=own.count) for each, own in stages.items()}
@@ -133,12 +131,12 @@ def _widest(graph: Graph, stage: int, block: str, modes: Modes) -> Widest | None
         node
         for node in graph.nodes
         if node.op == "call_function" and node.meta["phase"] == "backward" and node.meta["stage"] == stage
-        if node.target is not operator.getitem and modes.block.get(node) == block
+        if modes.block.get(producer(node)[0]) == block
     ]
     last_read = {_storage(value): number for number, node in enumerate(nodes) for value in tensor_operands(node)}
     best, most = None, 0
     for number, node in enumerate(nodes):
-        if _storage(node) is not node:
+        if _storage(node) is not node or not isinstance(node.meta["val"], Tensor):
             continue
         found = _at(node, nodes[:number], {v for v, last in last_read.items() if last >= number}, block, modes)
         size = sum(map(_size, (*found.live, *found.read)))

@@ -84,7 +84,7 @@ def _moments(rank: int, num_ranks: int, microbatches: int, virtual: int) -> Iter
     ahead = min(ahead, total)
     upto = min(total, PERIODS * virtual * size)
     turns = [turn for turn in range(upto) if turn % size in (0, 1) or (ahead + turn) % size == 0]
-    for turn in sorted({*turns, min(total - ahead, upto - 1)}):
+    for turn in sorted({*turns, min(total - ahead, upto - 1), upto - 1}):
         forwards, backwards = min(ahead + turn, total), turn
         done = [_runs(backwards, virtual - 1 - stage, size, virtual) for stage in range(virtual)]
         begun = [_runs(forwards, stage, size, virtual) for stage in range(virtual)]

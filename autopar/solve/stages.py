@@ -43,9 +43,11 @@ class Point:
     widest_bytes: float = 0.0
 
     def held(self, in_flight: int, microbatches: int) -> float:
-        """Bytes with so many of the microbatches in flight."""
-        gradients = self.gradient_bytes if in_flight < microbatches else 0.0
-        return self.static_bytes + gradients + in_flight * self.saved_bytes + self.beside_bytes
+        """Bytes with so many of the microbatches in flight; where that is all of them, gradients come to be as
+        activations go."""
+        kept = in_flight * self.saved_bytes + self.beside_bytes
+        both = kept + self.gradient_bytes if in_flight < microbatches else max(kept, self.gradient_bytes)
+        return self.static_bytes + both
 
     @property
     def beside_bytes(self) -> float:

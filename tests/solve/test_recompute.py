@@ -249,7 +249,7 @@ def folded(problem: Problem) -> Problem:
 def test_recompute_is_no_worse_than_without() -> None:
     """The problem with modes has the one without in it, at the same usage or less."""
     step, mesh = gpt_step(), Mesh.parse("dp=2")
-    _, plain = built_for(step, mesh, "none")
+    _, plain = built_for(step, mesh, "kept")
     _, built = built_for(step, mesh)
     free = solve(replace(plain.problem, nodes=tuple(replace(n, memory={}) for n in plain.problem.nodes), limits=()))
     usage = max(evaluate(plain.problem, free.choice).usage)

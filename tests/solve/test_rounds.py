@@ -90,8 +90,10 @@ def test_ranks_of_stages_that_stand_for_others():
     """Six stages on two ranks, of which the second stands for those between the first and the last."""
     ranks = ranks_of(Mesh.parse("pp=2 virtual=3"), 4, (0, 1, 1, 1, 1, 2))
     assert [kind.rank for kind in ranks.kinds] == [0, 1] and ranks.like == (0, 1)
-    assert ranks.kinds[0].stages == {0: Owned(1, 3), 1: Owned(2, 4)}
-    assert ranks.kinds[1].stages == {1: Owned(2, 4), 2: Owned(1, 1)}
+    assert ranks.kinds[0].stages == {0: 1, 1: 2} and ranks.kinds[1].stages == {1: 2, 2: 1}
+    first, second = (dict(reversed(kind.moments)) for kind in ranks.kinds)
+    assert first[1] == {0: Owned(1, 3, 0), 1: Owned(2, 4, 0)}  # its last two stages are alike
+    assert second[2] == {1: Owned(2, 4, 2), 2: Owned(1, 1, 1)}
     assert ranks.rounds == ((0, 1), (1,), (1, 2)) and ranks.times == (1, 4, 1)
 
 
@@ -140,10 +142,10 @@ def test_the_fullest_rank_has_the_faster_stages():
 
 
 def test_what_is_faster_than_its_round_computes_again_for_nothing():
-    """The second round has a layer less on rank 0, which may take both of its layers' leaner points there."""
+    """The first round has a layer less on rank 0, which may take both of its layers' leaner points there."""
     layers = layers_of([1.0] * 11)
-    free, tight = (fit_rounds(layers, (3, 3, 2, 3), 2, 4, capacity) for capacity in (100.0, 28.0))
-    assert sum(tight.points[6:8]) and not any(tight.points[:6])
+    free, tight = (fit_rounds(layers, (2, 3, 3, 3), 2, 4, capacity) for capacity in (100.0, 28.0))
+    assert sum(tight.points[:2]) and not any(tight.points[2:])
     more = sum(tight.points) / 3
     assert tight.objective == pytest.approx(free.objective + more / 2)  # of the microbatch that fills the pipeline
 

@@ -1,0 +1,76 @@
+"""What units cost and hold in given layouts, kept or computed again."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.relaxed import Relaxed
+from autopar.solve.layers_apart import of_layouts, restricted
+from autopar.solve.problem import evaluate
+from autopar.solve.search import solve
+from autopar.unit_points import Laid, UnitPoints
+from tests.solve.test_share import trials_of
+from tests.virtual.step_models import step_of
+
+MESH = Mesh.parse("pp=2 dp=2 tp=1")
+
+
+@functools.cache
+def known() -> tuple[UnitPoints, Relaxed, Laid]:
+    trials = replace(trials_of(step_of("llama, 2 layers"), "4xcpu"), capacity=1e6)  # about what the model holds
+    relaxed = trials.relaxed(MESH)
+    points = trials._points(MESH, relaxed)
+    return points, relaxed, points.laid(relaxed.built.picked(relaxed.solution.choice))
+
+
+def test_a_layer_that_is_computed_again_holds_what_the_layer_before_brings_to_it() -> None:
+    points, relaxed, laid = known()
+    layers = dict(zip(points.units, laid.layers, strict=True))
+    node = next(n for n in relaxed.built.nodes if n.meta["key"] == "model.layers.0/aten.add/forward#1")
+    residual = node.meta["val"].numel() * node.meta["val"].element_size() / 2
+    everything, *_, least = layers["model.layers.0"].points
+    assert residual <= least.saved_bytes < everything.saved_bytes
+
+
+def test_points_hold_less_for_more_time() -> None:
+    *_, laid = known()
+    for layer in laid.layers:
+        seconds, held = [p.seconds for p in layer.points], [p.held(2, 4) for p in layer.points]
+        assert seconds == sorted(seconds) and held == sorted(held, reverse=True)
+    assert max(len(layer.points) for layer in laid.layers) > 1
+
+
+def test_the_fastest_points_are_what_the_solution_costs() -> None:
+    _, relaxed, laid = known()
+    rows = evaluate(relaxed.built.problem, relaxed.solution.choice).rows
+    assert sum(layer.points[0].seconds for layer in laid.layers) == pytest.approx(rows[0])
+    assert laid.once_s == pytest.approx(rows[1])
+
+
+def test_no_choice_of_modes_beats_a_point_at_its_price() -> None:
+    """Each point is the best of its layouts at some price: the whole problem solved at that price costs as much."""
+    points, relaxed, laid = known()
+    picked = relaxed.built.picked(relaxed.solution.choice)
+    kept = [of_layouts(options, own) for options, own in zip(points.built.strategies, picked, strict=True)]
+    small, worth = restricted(points._weighed(points.built.problem), kept), 0.47 * points.worth_s
+    nodes = []
+    for node, of in zip(small.nodes, restricted(points.built.problem, kept).nodes, strict=True):
+        rest, gradients, saved = (of.memory.get(kind, np.zeros(of.num_strategies)) for kind in range(3))
+        widest = np.maximum(of.memory.get(3, rest) - rest, 0.0) if 3 in of.memory else np.zeros(of.num_strategies)
+        price = worth * ((rest + gradients - rest + widest) / points.in_flight + saved - rest)
+        nodes.append(type(node)(node.name, node.cost + price))
+    least = solve(type(small)(tuple(nodes), small.edges), gap=1e-4).objective
+    fill, update = points.weights
+    told = update * laid.once_s
+    for layer in laid.layers:
+        told += min(
+            fill * p.seconds
+            + worth * ((p.static_bytes + p.gradient_bytes + p.widest_bytes) / points.in_flight + p.saved_bytes)
+            for p in layer.points
+        )
+    assert told == pytest.approx(least, rel=1e-2)

@@ -29,7 +29,7 @@ EXCESS = 100.0
 SCARCE = 0.006
 """Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at."""
 
-MOST_PRICES, TELLS = 4, 5e-4
+MOST_PRICES, TELLS = 3, 5e-4
 """How many prices of memory are looked at, and by which part a further look must raise the bound."""
 
 Known = Sequence[tuple[Prices, Least]]
@@ -63,16 +63,17 @@ class MemoryBounds:
         """What a step takes at least; what units take is asked for at more and more prices, for as long as that tells
         more and `enough` seconds aren't proven."""
         time_alone = Prices(once=1 / self.microbatches)
-        known = [(time_alone, units.least(time_alone)), (Prices(), units.least(Prices()))]
-        prices, proven = self._first(known[0][1].whole), 0.0
-        for number in range(MOST_PRICES):
-            known.append((prices, units.least(prices, with_ends=number > 0)))
-            found = self._least(known)
-            is_last = number > 1 and found.seconds < proven * (1 + TELLS)
-            prices, proven = found.prices, max(proven, found.seconds)
-            if is_last or proven >= enough:
+        known = [(prices, units.least(prices, with_across=True)) for prices in (time_alone, Prices())]
+        prices, found = self._first(known[0][1].whole), Bounded(0.0, time_alone)
+        for _ in range(MOST_PRICES):
+            known.append((prices, units.least(prices, with_across=True)))
+            before, found = found, self._least(known)
+            prices = found.prices
+            if found.seconds >= enough or found.seconds < before.seconds * (1 + TELLS):
                 break
-        return proven
+        if found.seconds < enough:
+            found = self._least([*known, (prices, units.least(prices, with_across=True, with_ends=True))])
+        return found.seconds
 
     def _first(self, whole_s: float) -> Prices:
         """Where memory binds somewhat; `whole_s`: of all units in a microbatch."""

@@ -38,9 +38,6 @@ from autopar.solve.search import solve
 GAP, TIME_LIMIT_S = 1e-3, 2.0
 """Effort for a bound."""
 
-TELLS = 1e-3
-"""What isn't worth another look, in parts of what a unit takes."""
-
 MOST_JOINED = 4
 """Units of a model whose ends would be the same."""
 
@@ -108,27 +105,26 @@ class UnitBounds:
     units: tuple[str, ...]
     repeats: Repeats
 
-    def least(self, prices: Prices, with_ends: bool = False) -> Least:
-        """Of the units of the model; `with_ends`: the first and the last ones each together with its neighbour, since
-        what is before the first layer, or after the last, has much to do with it."""
+    def least(self, prices: Prices, with_across: bool = False, with_ends: bool = False) -> Least:
+        """Of the units of the model; `with_across`: with what they get from like ones on other stages, by which
+        neighbours on one stage count, too; `with_ends`: the first and the last ones each together with its neighbour,
+        since what is before the first layer, or after the last, has much to do with it."""
         parts, between = self._parts(prices)
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
         onward: dict[str, float] = {}
-        across: dict[str, float] = {}
         for units in alike.values():
             common = _in_common([parts[unit] for unit in units])
             least = self._least(common)
             found |= dict.fromkeys(units, least)
-            onward |= {u: max(0.0, self._least(parts[u]) - least) for u in units if self._follows_itself(u)}
-            across |= {u: self._across(parts[u], common, least) for u in units if onward.get(u, 0.0) > TELLS * least}
+            for unit in filter(self._follows_itself, units):
+                own = self._across(parts[unit], common) if with_across else parts[unit]
+                onward[unit] = max(0.0, self._least(own) - least)
         like = [like for _, like in self.repeats.spread(self.units)]
-        joined, crossed = (
-            [more.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
-            for more in (onward, across)
-        )
+        joined = [onward.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
+        crossed = tuple(joined) if with_across else ()
         if with_ends and len(like) > MOST_JOINED:
             for place, beside in ((0, 1), (len(joined) - 1, len(joined) - 2)):
                 first, last = like[place], like[place + 1]
@@ -136,18 +132,19 @@ class UnitBounds:
                 more = self._least(both) - found.get(first, 0.0) - found.get(last, 0.0)
                 if more > joined[place] + joined[beside]:
                     joined[place], joined[beside] = more, 0.0
-        return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined), tuple(crossed))
+        return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined), crossed)
 
-    def _across(self, unit: _Unit, common: _Unit, least: float) -> float:
-        """What a unit costs more for what it gets from one that is like it, on another stage: a value is brought there
-        once for all that read it, so that one of them counts, that which costs most to bring it to."""
+    @staticmethod
+    def _across(unit: _Unit, common: _Unit) -> _Unit:
+        """A unit with what it gets from one that is like it, on another stage: a value is brought there once for all
+        that read it, so that one of them counts, that which costs most to bring it to."""
         dearest: dict[str, tuple[float, _Between]] = {}
         for between, cost in unit.edges.items():
             if between not in common.edges:
                 usual = float(cost[np.isfinite(cost)].mean()) if np.isfinite(cost).any() else 0.0
                 dearest[between[0]] = max(dearest.get(between[0], (0.0, between)), (usual, between))
         edges = common.edges | {between: unit.edges[between] for _, between in dearest.values()}
-        return max(0.0, self._least(_Unit(unit.nodes, edges)) - least)
+        return _Unit(unit.nodes, edges)
 
     def _follows_itself(self, unit: str) -> bool:
         """Whether a unit stands for several, one after another."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from autopar.solve.in_flight import Held, fullest
+from autopar.solve.in_flight import Held, fullest, held_at
 from autopar.solve.linear import Rows, program
 from autopar.solve.problem import Array
 from autopar.unit_bounds import Least, Prices, UnitBounds
@@ -79,7 +79,7 @@ class MemoryBounds:
         """Where memory binds somewhat; `whole_s`: of all units in a microbatch."""
         byte_s = SCARCE * whole_s / self.capacity
         has_gradients = self.microbatches > self.num_ranks  # beside all activations, on all ranks
-        return Prices(1.0, 1 / self.microbatches, byte_s, byte_s * has_gradients, byte_s * self.num_ranks)
+        return Prices(1.0, 1 / self.microbatches, byte_s, byte_s * has_gradients, byte_s * self.num_ranks, byte_s)
 
     def _least(self, known: Known) -> Bounded:
         """The least of all numbers of stages."""
@@ -103,12 +103,11 @@ class _Cut:
     def __init__(self, of: MemoryBounds, counts: Sequence[int], prices: Array, least: Array) -> None:
         self.of, self.prices, self.least = of, prices, least
         self.stages, self.virtual = len(counts), len(counts) // of.num_ranks
-        self.held = fullest(of.num_ranks, of.microbatches, self.virtual)
-        """Of each rank."""
+        self.moments = list(self._moments())
         self.cuts_s = self._cuts_s(counts)
         self.step_s = float(least[0].sum()) * of.microbatches / of.num_ranks
         second, byte = float(least[0].sum()) / self.stages, of.capacity / self.virtual
-        self.unit = np.array([second, second * of.microbatches, byte, byte, byte / of.num_ranks])
+        self.unit = np.array([second, second * of.microbatches, byte, byte, byte / of.num_ranks, byte])
         self.byte_s = EXCESS * self.step_s / of.capacity
 
     def _cuts_s(self, counts: Sequence[int]) -> Array:
@@ -118,9 +117,18 @@ class _Cut:
         end_s = [*(self.of.cuts_s[end - 1][1] for end in ends[:-1]), 0.0]
         return np.add(begin_s, end_s)
 
-    def _moments(self) -> Iterator[tuple[int, Held]]:
-        """Each rank, when it may hold most."""
-        yield from ((rank, held) for rank, moments in enumerate(self.held) for held in moments)
+    def _moments(self) -> Iterator[tuple[int, Array]]:
+        """Each rank, and how often what each of its stages holds (`Prices`) is there, when that may be most; and at the
+        widest op after the blocks, when what it kept of the microbatch may be gone."""
+        size = self.of.num_ranks, self.of.microbatches, self.virtual
+        for rank, moments in enumerate(fullest(*size)):
+            yield from ((rank, _holds(held)) for held in moments)
+        last = self.virtual - 1
+        for held in held_at(*size)[-1]:
+            if held.at == last:
+                holds = _holds(held)
+                holds[last, 4:] = holds[last, 4] - 1, 1.0
+                yield self.of.num_ranks - 1, holds
 
     def bounded(self) -> Bounded:
         rounds, ranks, steady = self.virtual, self.of.num_ranks, self.of.microbatches - 1 / self.virtual
@@ -130,12 +138,12 @@ class _Cut:
             first, its_round = SIZE * stage, slowest + 2 * (stage // ranks)
             rows.add_least([(its_round, 1.0), (first, -1.0)], self.cuts_s[stage] / unit[0])
             rows.add_least([(its_round + 1, 1.0), (first + 1, -1.0)], 0.0)
-            for prices, least in zip(self.prices, self.least[:, stage], strict=True):
+            for prices, least in zip(self._prices_of(stage), self.least[:, stage], strict=True):
                 scaled = prices * unit / unit[0]
                 rows.add_least([(first + i, each) for i, each in enumerate(scaled) if each], least / unit[0])
-        for rank, held in self._moments():
-            own = ((rank + ranks * at, _holds(held, at) * unit / unit[2]) for at in range(rounds))
-            used = [(SIZE * stage + i, -each) for stage, of in own for i, each in enumerate(of) if each]
+        for rank, holds in self.moments:
+            own = ((SIZE * (rank + ranks * at), each * unit / unit[2]) for at, each in enumerate(holds))
+            used = [(first + i, -each) for first, of in own for i, each in enumerate(of) if each]
             rows.add_least([*used, (excess + rank, 1.0)], -self.of.capacity / unit[2])
         objective = np.zeros(excess + ranks)
         objective[0:slowest:SIZE] = 1 / self.virtual
@@ -157,22 +165,27 @@ class _Cut:
         worths = np.zeros((self.stages, SIZE))
         worths[:, 0] = _shares(by_stage[:, 0], of.num_ranks) * (of.microbatches - 1 / self.virtual) + 1 / self.virtual
         worths[:, 1] = _shares(by_stage[:, 1], of.num_ranks)
-        for (rank, held), byte_s in zip(self._moments(), per_byte, strict=True):
-            for at in range(self.virtual):
-                worths[rank + of.num_ranks * at] += byte_s * _holds(held, at)
+        for (rank, holds), byte_s in zip(self.moments, per_byte, strict=True):
+            worths[rank :: of.num_ranks] += byte_s * holds
         total = float(self.cuts_s @ worths[:, 0]) - float(per_byte.sum()) * of.capacity
         for stage, worth in enumerate(worths):
-            total += self._accounted(worth, by_stage[stage, 2:], self.least[:, stage])
+            total += self._accounted(worth, self._prices_of(stage), by_stage[stage, 2:], self.least[:, stage])
         return Bounded(total, _usual(worths))
 
-    def _accounted(self, worth: Array, parts: Array, least: Array) -> float:
-        """What a stage costs at least at its prices: the known ones, in about such parts, add up to no more."""
+    def _prices_of(self, stage: int) -> Array:
+        """The known prices; what is after the blocks is on the last stage alone."""
+        is_last = stage == self.stages - 1
+        prices: Array = self.prices * np.array([1.0] * (SIZE - 1) + [float(is_last)])
+        return prices
+
+    @staticmethod
+    def _accounted(worth: Array, prices: Array, parts: Array, least: Array) -> float:
+        """What a stage costs at least at its worths: the known prices, in about such parts, add up to no more."""
         left, total = worth.copy(), 0.0
         for number in np.argsort(-parts * least):
-            prices = self.prices[number]
-            used = prices > 0
-            part = min(float(parts[number]), float((left[used] / prices[used]).min()))
-            left -= part * prices
+            used = prices[number] > 0
+            part = min(float(parts[number]), float((left[used] / prices[number][used]).min()))
+            left -= part * prices[number]
             total += part * float(least[number])
         return total
 
@@ -183,14 +196,15 @@ def _usual(worths: Array) -> Prices:
     byte = whole[2] / whole[0]
     if not len(scarce):
         return Prices(1.0, float(whole[1] / whole[0]))
-    gradients, kept = (scarce[:, kind] / scarce[:, 2] for kind in (3, 4))
-    each = (1.0, whole[1] / whole[0], byte, byte * gradients.min(), byte * np.median(kept))
+    gradients, kept, widest = (scarce[:, kind] / scarce[:, 2] for kind in (3, 4, 5))
+    each = (1.0, whole[1] / whole[0], byte, byte * gradients.min(), byte * np.median(kept), byte * widest.max())
     return Prices(*map(float, each))
 
 
-def _holds(held: Held, at: int) -> Array:
-    """How often a stage's `Prices` are there at a moment; `at`: its number on its rank."""
-    return np.array([0.0, 0.0, 1.0, held.summed[at], held.kept[at]])
+def _holds(held: Held) -> Array:
+    """[number of the stage on its rank, `Prices`]: how often each is there at a moment."""
+    pairs = zip(held.summed, held.kept, strict=True)
+    return np.array([[0.0, 0.0, 1.0, summed, kept, 0.0] for summed, kept in pairs])
 
 
 def _shares(duals: Array, num_ranks: int) -> Array:

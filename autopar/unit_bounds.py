@@ -30,7 +30,7 @@ from autopar.capture.runs import Repeats
 from autopar.relaxed import units_of_nodes
 from autopar.rules.nodes import node_argument
 from autopar.solve.build import BuiltProblem
-from autopar.solve.held import KINDS
+from autopar.solve.held import by_kind
 from autopar.solve.modes import producer
 from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
@@ -55,6 +55,8 @@ class Prices(NamedTuple):
     """A byte of gradients."""
     kept: float = 0.0
     """A byte that is kept for the backward of one microbatch."""
+    widest: float = 0.0
+    """A byte that the widest op after the blocks reads."""
 
 
 _Between = tuple[str, str, int]
@@ -204,9 +206,7 @@ def _cost(node: Node, prices: Prices) -> Array:
     cost = _weighed(node.cost, prices.once if node.row else prices.seconds)
     if not node.memory or not any(prices[2:]):
         return cost
-    rest, with_gradients, with_kept = (node.memory.get(kind, 0.0) for kind in range(len(KINDS)))
-    bytes_s = prices.gradients * (with_gradients - rest) + prices.kept * (with_kept - rest)
-    priced: Array = cost + prices.rest * rest + bytes_s
+    priced: Array = cost + sum(price * held for price, held in zip(prices[2:], by_kind(node), strict=True))
     return priced
 
 

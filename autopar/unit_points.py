@@ -19,7 +19,7 @@ import numpy as np
 from autopar.capture.runs import Repeats
 from autopar.relaxed import units_of_nodes
 from autopar.solve.build import BuiltProblem, Strategy
-from autopar.solve.held import KINDS
+from autopar.solve.held import by_kind
 from autopar.solve.layers_apart import of_layouts, restricted
 from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
@@ -134,7 +134,7 @@ class _Tally:
         for node, unit, count, pick in zip(problem.nodes, units, times, choice, strict=True):
             found[node.row, unit] += node.cost[pick] / count
             if node.memory:
-                found[2:, unit] += [float(each[pick]) / count for each in (*_kinds(node), _widest(node))]
+                found[2:, unit] += [float(each[pick]) / count for each in by_kind(node)]
         for edge in problem.edges:
             moved = float(edge.cost[choice[edge.source], choice[edge.target]])
             found[edge.row, units[edge.target]] += moved / times[edge.target]
@@ -180,22 +180,8 @@ class _Modes:
 
 def _kinds_of_price(node: Node) -> tuple[Array, Array]:
     """Bytes of each strategy that are there whatever is in flight, and kept of a microbatch."""
-    rest, gradients, kept = _kinds(node)
-    return rest + gradients + _widest(node), kept
-
-
-def _kinds(node: Node) -> tuple[Array, Array, Array]:
-    """Bytes of each strategy that are always there, of gradients, and kept of a microbatch."""
-    nothing = np.zeros(node.num_strategies)
-    rest, with_gradients, with_kept = (node.memory.get(kind, nothing) for kind in range(len(KINDS)))
-    return rest, with_gradients - rest, with_kept - rest
-
-
-def _widest(node: Node) -> Array:
-    """Bytes that the widest op after the blocks reads."""
-    nothing = np.zeros(node.num_strategies)
-    widest: Array = node.memory.get(len(KINDS), nothing) - node.memory.get(0, nothing)
-    return np.maximum(widest, 0.0) if len(KINDS) in node.memory else nothing
+    rest, gradients, kept, widest = by_kind(node)
+    return rest + gradients + widest, kept
 
 
 def _worth_having(points: Sequence[Point], in_flight: float) -> list[Point]:

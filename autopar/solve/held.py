@@ -18,7 +18,9 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -27,6 +29,7 @@ from autopar.gradients import reduced_by_backward
 from autopar.joint import forward_twin
 from autopar.program.storages import nbytes
 from autopar.rules.nodes import is_pointwise, is_view, node_argument, tensor_operands
+from autopar.solve import problem as abstract
 from autopar.solve.modes import Mode, Modes, is_forward, producer
 from autopar.solve.problem import Array, Problem
 from autopar.solve.ranks import Owned, RankKind
@@ -88,6 +91,25 @@ def kinds_of(graph: Graph, modes: Modes | None) -> list[Moment]:
     last = _blocks(graph, 0, modes)[0]
     widest = _widest(graph, 0, last, modes) if last == "after" and modes is not None else None
     return [*KINDS, *([replace(KINDS[0], name="at rest, widest", widest=widest)] if widest is not None else [])]
+
+
+class Kinds(NamedTuple):
+    """Bytes of each strategy of a node, by kind."""
+
+    rest: Array
+    """There all the time."""
+    gradients: Array
+    kept: Array
+    """For the backward of one microbatch."""
+    widest: Array
+    """Read at once by the widest op after the blocks."""
+
+
+def by_kind(node: abstract.Node) -> Kinds:
+    """Of a node of a problem that tells memory by kind."""
+    nothing = np.zeros(node.num_strategies)
+    rest, *others = (node.memory.get(kind, nothing) for kind in range(len(KINDS) + 1))
+    return Kinds(rest, *(np.maximum(each - rest, 0.0) for each in others))
 
 
 def moments_of(graph: Graph, ranks: Sequence[RankKind], modes: Modes | None) -> list[Moment]:

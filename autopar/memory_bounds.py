@@ -5,8 +5,10 @@
 
 For each number of stages a rank, a linear program puts the units on stages: what a stage takes and holds costs at least
 what its units do at each of the prices, a step takes what `solve.ranks` says, and a rank's stages together hold no more
-than there is, when it first holds most. The bound needs no trust in the linear solver: it is what the program's dual
-prices prove, made to add up exactly.
+than there is, when it may hold most. Equal layers are in the same layouts, so what they do once a step is the same, and
+what they hold whatever is in flight; what is computed again each decides for itself.
+
+The bound needs no trust in the linear solver: it is what the program's dual prices prove, made to add up exactly.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from autopar.unit_bounds import Least, Prices, UnitBounds
 EXCESS = 100.0
 """What more memory than there is costs in the linear programs, so that they have solutions: steps for all of it."""
 
-SCARCE = 0.006
-"""Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at."""
+SCARCE, DEARER = 0.006, 5.0
+"""Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at; and how much
+more at the next, where memory suffices with what is given up for that."""
 
-MOST_PRICES, TELLS = 3, 5e-4
+MOST_PRICES, TELLS = 4, 5e-4
 """How many prices of memory are looked at, and by which part a further look must raise the bound."""
 
 Known = Sequence[tuple[Prices, Least]]
 """What units take at least at some prices."""
 
 SIZE = len(Prices())
+
+ALIKE = [1, 2, 3]
+"""Those of `Prices` that hang on layouts alone: once a step, at rest, gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +70,29 @@ class MemoryBounds:
         more and `enough` seconds aren't proven."""
         time_alone = Prices(once=1 / self.microbatches)
         known = [(prices, units.least(prices, with_across=True)) for prices in (time_alone, Prices())]
-        prices, found = self._first(known[0][1].whole), Bounded(0.0, time_alone)
+        groups, found = units.groups(), Bounded(0.0, time_alone)
+        prices = self._scarce(SCARCE * known[0][1].whole / self.capacity)
         for _ in range(MOST_PRICES):
             known.append((prices, units.least(prices, with_across=True)))
-            before, found = found, self._least(known)
-            prices = found.prices
-            if found.seconds >= enough or found.seconds < before.seconds * (1 + TELLS):
+            before, found = found, self._least(known, groups)
+            suffices = found.prices.rest < prices.rest / 2  # with what more would be given up at this price
+            if found.seconds >= enough or (not suffices and found.seconds < before.seconds * (1 + TELLS)):
                 break
+            prices = self._scarce(DEARER * prices.rest) if suffices else found.prices
         if found.seconds < enough:
-            found = self._least([*known, (prices, units.least(prices, with_across=True, with_ends=True))])
+            known.append((found.prices, units.least(found.prices, with_across=True, with_ends=True)))
+            found = self._least(known, groups)
         return found.seconds
 
-    def _first(self, whole_s: float) -> Prices:
-        """Where memory binds somewhat; `whole_s`: of all units in a microbatch."""
-        byte_s = SCARCE * whole_s / self.capacity
+    def _scarce(self, byte_s: float) -> Prices:
+        """Where each byte of a rank is worth so many seconds of a microbatch."""
         has_gradients = self.microbatches > self.num_ranks  # beside all activations, on all ranks
         return Prices(1.0, 1 / self.microbatches, byte_s, byte_s * has_gradients, byte_s * self.num_ranks, byte_s)
 
-    def _least(self, known: Known) -> Bounded:
+    def _least(self, known: Known, groups: Sequence[int]) -> Bounded:
         """The least of all numbers of stages."""
-        return min((self._of(counts, known) for counts in self.counts.values()), key=lambda each: each.seconds)
-
-    def _of(self, counts: Sequence[int], known: Known) -> Bounded:
-        cut = _Cut(self, counts, np.array([prices for prices, _ in known]), _of_stages(counts, known))
-        return cut.bounded()
+        found = (_Cut(self, counts, known, groups).bounded() for counts in self.counts.values())
+        return min(found, key=lambda each: each.seconds)
 
 
 def _of_stages(counts: Sequence[int], known: Known) -> Array:
@@ -97,16 +102,22 @@ def _of_stages(counts: Sequence[int], known: Known) -> Array:
 
 
 class _Cut:
-    """One cut: variables are what each stage takes and holds (`Prices`), the slowest stages of each round (each
-    microbatch, once a step), and what each rank holds in excess; in units of their own, so that all are near 1."""
+    """One cut: variables are what each stage takes and holds (`Prices`), without what the units of a group have alike;
+    that, by group; the slowest stages of each round (each microbatch, once a step); and what each rank holds in excess;
+    in units of their own, so that all are near 1."""
 
-    def __init__(self, of: MemoryBounds, counts: Sequence[int], prices: Array, least: Array) -> None:
-        self.of, self.prices, self.least = of, prices, least
+    def __init__(self, of: MemoryBounds, counts: Sequence[int], known: Known, groups: Sequence[int]) -> None:
+        self.of, self.prices, self.least = of, np.array([prices for prices, _ in known]), _of_stages(counts, known)
         self.stages, self.virtual = len(counts), len(counts) // of.num_ranks
         self.moments = list(self._moments())
         self.cuts_s = self._cuts_s(counts)
-        self.step_s = float(least[0].sum()) * of.microbatches / of.num_ranks
-        second, byte = float(least[0].sum()) / self.stages, of.capacity / self.virtual
+        ends = list(itertools.accumulate(counts))
+        own = [groups[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        self.alike = np.array([[each.count(group) for group in range(max(groups) + 1)] for each in own])
+        """[stage, group]: units."""
+        self.has_others = [-1 in each for each in own]
+        self.step_s = float(self.least[0].sum()) * of.microbatches / of.num_ranks
+        second, byte = float(self.least[0].sum()) / self.stages, of.capacity / self.virtual
         self.unit = np.array([second, second * of.microbatches, byte, byte, byte / of.num_ranks, byte])
         self.byte_s = EXCESS * self.step_s / of.capacity
 
@@ -132,21 +143,23 @@ class _Cut:
 
     def bounded(self) -> Bounded:
         rounds, ranks, steady = self.virtual, self.of.num_ranks, self.of.microbatches - 1 / self.virtual
-        slowest, excess = SIZE * self.stages, SIZE * self.stages + 2 * rounds
-        rows, unit = Rows(), self.unit
+        slowest = SIZE * (self.stages + self.alike.shape[1])
+        excess = slowest + 2 * rounds
+        rows, unit, each = Rows(), self.unit, np.eye(SIZE)
         for stage in range(self.stages):
-            first, its_round = SIZE * stage, slowest + 2 * (stage // ranks)
-            rows.add_least([(its_round, 1.0), (first, -1.0)], self.cuts_s[stage] / unit[0])
-            rows.add_least([(its_round + 1, 1.0), (first + 1, -1.0)], 0.0)
+            its_round = slowest + 2 * (stage // ranks)
+            rows.add_least([(its_round, 1.0), *self._of_stage(stage, -each[0])], self.cuts_s[stage] / unit[0])
+            rows.add_least([(its_round + 1, 1.0), *self._of_stage(stage, -each[1])], 0.0)
             for prices, least in zip(self._prices_of(stage), self.least[:, stage], strict=True):
-                scaled = prices * unit / unit[0]
-                rows.add_least([(first + i, each) for i, each in enumerate(scaled) if each], least / unit[0])
+                rows.add_least([*self._of_stage(stage, prices * unit / unit[0])], least / unit[0])
         for rank, holds in self.moments:
-            own = ((SIZE * (rank + ranks * at), each * unit / unit[2]) for at, each in enumerate(holds))
-            used = [(first + i, -each) for first, of in own for i, each in enumerate(of) if each]
-            rows.add_least([*used, (excess + rank, 1.0)], -self.of.capacity / unit[2])
+            used = dict[int, float]()
+            for at, own in enumerate(holds):
+                for column, value in self._of_stage(rank + ranks * at, own * unit / unit[2]):
+                    used[column] = used.get(column, 0.0) - value
+            rows.add_least([*used.items(), (excess + rank, 1.0)], -self.of.capacity / unit[2])
         objective = np.zeros(excess + ranks)
-        objective[0:slowest:SIZE] = 1 / self.virtual
+        objective[0 : SIZE * self.stages : SIZE] = 1 / self.virtual
         objective[slowest:excess:2] = steady
         objective[slowest + 1 : excess : 2] = unit[1] / unit[0]
         objective[excess:] = self.byte_s * unit[2] / unit[0]
@@ -155,6 +168,15 @@ class _Cut:
         )
         duals = np.fromiter(result.dual_values().values(), float) if result.has_dual_feasible_solution() else None
         return self._proven(np.zeros(len(rows.lower)) if duals is None else np.maximum(duals, 0.0))
+
+    def _of_stage(self, stage: int, factors: Array) -> Iterator[tuple[int, float]]:
+        """The variables of what a stage takes and holds, each `factors` times."""
+        for kind in np.flatnonzero(factors):
+            if kind not in ALIKE or self.has_others[stage]:
+                yield SIZE * stage + int(kind), float(factors[kind])
+            if kind in ALIKE:
+                for group in np.flatnonzero(self.alike[stage]):
+                    yield SIZE * (self.stages + int(group)) + int(kind), float(factors[kind] * self.alike[stage, group])
 
     def _proven(self, duals: Array) -> Bounded:
         """The bound that follows from dual prices: of what each stage takes and holds by these, as much as the known
@@ -168,26 +190,31 @@ class _Cut:
         for (rank, holds), byte_s in zip(self.moments, per_byte, strict=True):
             worths[rank :: of.num_ranks] += byte_s * holds
         total = float(self.cuts_s @ worths[:, 0]) - float(per_byte.sum()) * of.capacity
-        for stage, worth in enumerate(worths):
-            total += self._accounted(worth, self._prices_of(stage), by_stage[stage, 2:], self.least[:, stage])
+        total += self._accounted(worths, by_stage[:, 2:])
         return Bounded(total, _usual(worths))
+
+    def _accounted(self, worths: Array, parts: Array) -> float:
+        """What stages cost at least at their worths: the known prices, in about such parts, add up to no more; of what
+        the units of a group have alike on all stages together."""
+        left, shared, total = worths.copy(), self.alike.T @ worths, 0.0
+        for stage in range(self.stages):
+            own = [kind for kind in range(SIZE) if kind not in ALIKE or self.has_others[stage]]
+            counts, prices = self.alike[stage], self._prices_of(stage)
+            for number in np.argsort(-parts[stage] * self.least[:, stage]):
+                price, common = prices[number], np.outer(counts, prices[number])[:, ALIKE]
+                limits = [left[stage, kind] / price[kind] for kind in own if price[kind] > 0]
+                limits += (shared[:, ALIKE][common > 0] / common[common > 0]).tolist()
+                part = max(0.0, min(float(parts[stage, number]), *limits))
+                left[stage, own] -= part * price[own]
+                shared[:, ALIKE] -= part * common
+                total += part * float(self.least[number, stage])
+        return total
 
     def _prices_of(self, stage: int) -> Array:
         """The known prices; what is after the blocks is on the last stage alone."""
         is_last = stage == self.stages - 1
         prices: Array = self.prices * np.array([1.0] * (SIZE - 1) + [float(is_last)])
         return prices
-
-    @staticmethod
-    def _accounted(worth: Array, prices: Array, parts: Array, least: Array) -> float:
-        """What a stage costs at least at its worths: the known prices, in about such parts, add up to no more."""
-        left, total = worth.copy(), 0.0
-        for number in np.argsort(-parts * least):
-            used = prices[number] > 0
-            part = min(float(parts[number]), float((left[used] / prices[number][used]).min()))
-            left -= part * prices[number]
-            total += part * float(least[number])
-        return total
 
 
 def _usual(worths: Array) -> Prices:

@@ -17,7 +17,7 @@ the time, for gradients, and for the backward of each microbatch. No plan's unit
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from autopar.solve.held import by_kind
 from autopar.solve.modes import producer
 from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
+from autopar.solve.share import share
 
 GAP, TIME_LIMIT_S = 1e-3, 2.0
 """Effort for a bound."""
@@ -135,6 +136,21 @@ class UnitBounds:
                 if more > joined[place] + joined[beside]:
                     joined[place], joined[beside] = more, 0.0
         return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined), crossed)
+
+    def groups(self) -> list[int]:
+        """Of each unit of the model the number of the group in which all are in the same layouts as far as it matters
+        once a step, or in what is there whatever is in flight; -1 where a unit is in none."""
+        shared, unit_of = share(self.built).group, units_of_nodes(self.built.nodes, self.units)
+        matters = {end for edge in self.built.problem.edges if edge.row for end in (edge.source, edge.target)}
+        decided: dict[str, set[tuple[str, int]]] = {unit: set() for unit in self.units}
+        for number, (node, priced) in enumerate(zip(self.built.nodes, self.built.problem.nodes, strict=True)):
+            rest, gradients, *_ = by_kind(priced)
+            if priced.row or number in matters or rest.any() or gradients.any():
+                unit = self.units[unit_of[node]]
+                decided[unit].add((_name(node, unit), shared[number]))
+        kinds = [(self._kind(like), frozenset(decided[like])) for _, like in self.repeats.spread(self.units)]
+        several = [kind for kind, count in Counter(kinds).items() if count > 1]
+        return [several.index(kind) if kind in several else -1 for kind in kinds]
 
     @staticmethod
     def _across(unit: _Unit, common: _Unit) -> _Unit:

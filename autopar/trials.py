@@ -37,6 +37,7 @@ from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
+from autopar.solve.beside import solve_beside, step_s
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
@@ -48,6 +49,9 @@ from autopar.stage_pins import cannot_cut, pinned_stages
 from autopar.staging import Staged
 from autopar.unit_bounds import Least, Prices, UnitBounds
 from autopar.unit_points import LAYOUT_GAP, LAYOUT_TIME_S, Laid, UnitPoints
+
+BESIDE_GAP = 5e-3
+"""Part of a step by which what computation is too short to hide may make it longer before other layouts are tried."""
 
 PRICES = (0.05, 0.15, 0.4, 1.6)
 """Of memory, where it binds: what all of a device's memory is worth, in parts of the step; tried one by one for as long
@@ -210,12 +214,21 @@ class Trials:
         least = self.units_s(mesh) if is_cut else 0.0
         built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
-        if is_cut:
-            floor = self._relaxed_floor(mesh)
-            solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
-        else:
-            solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
+        if not is_cut:
+            solve = functools.partial(solve_shared, built, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
+            solution = solve_beside(built, free, solve, gap=BESIDE_GAP, cutoff=cutoff)
+            return Relaxed(solution.bound, built.setting, step.cut.units, step.repeats, built, solution)
+        solution = self._layouts_of(built, free, self._relaxed_floor(mesh))
         return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
+
+    @staticmethod
+    def _layouts_of(built: BuiltProblem, problem: Problem, floor: float) -> Solution:
+        """Good layouts for the stages of a pipeline, soon; `floor`: what is known to bound them."""
+
+        def solve(problem: Problem) -> Solution:
+            return solve_repeated_first(built, problem, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
+
+        return solve_beside(built, problem, solve, gap=BESIDE_GAP, is_cut=True)
 
     def _relaxed_floor(self, mesh: Mesh) -> float:
         """What the relaxed problem costs at least by its units: what they take is concave in how much of what is done
@@ -333,6 +346,7 @@ class Trials:
 
     def _lowered(self, mesh: Mesh, cut: Cut, built: BuiltProblem, solution: Solution) -> Found:
         step, likeness = self.skeletons.graph(cut), self.skeletons.likeness(cut)
+        solution = replace(solution, objective=step_s(built, solution.choice))
         mesh, choices = self._named_by_role(mesh, step, built.choices(solution.choice))
         rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
         everywhere = self.skeletons.everywhere(step, choices)
@@ -445,6 +459,8 @@ class Trials:
             allowed=allowed,
             alike=allowed.alike,
             recompute=self.pins.recompute or "none",
+            contention=self.cluster.device.contention,
+            is_pipelined=stages > 1,
         )
 
     def _resharder(self, mesh: Mesh) -> Resharder:

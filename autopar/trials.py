@@ -214,21 +214,15 @@ class Trials:
         least = self.units_s(mesh) if is_cut else 0.0
         built = self._alone_built.pop(mesh, None) or build_problem(step, self._alone(mesh))
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
-        if not is_cut:
+        if is_cut:
+            floor = self._relaxed_floor(mesh)
+            solve = functools.partial(
+                solve_repeated_first, built, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor
+            )
+        else:
             solve = functools.partial(solve_shared, built, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
-            solution = solve_beside(built, free, solve, gap=BESIDE_GAP, cutoff=cutoff)
-            return Relaxed(solution.bound, built.setting, step.cut.units, step.repeats, built, solution)
-        solution = self._layouts_of(built, free, self._relaxed_floor(mesh))
+        solution = solve_beside(built, free, solve, gap=BESIDE_GAP, cutoff=cutoff, is_cut=is_cut)
         return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
-
-    @staticmethod
-    def _layouts_of(built: BuiltProblem, problem: Problem, floor: float) -> Solution:
-        """Good layouts for the stages of a pipeline, soon; `floor`: what is known to bound them."""
-
-        def solve(problem: Problem) -> Solution:
-            return solve_repeated_first(built, problem, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
-
-        return solve_beside(built, problem, solve, gap=BESIDE_GAP, is_cut=True)
 
     def _relaxed_floor(self, mesh: Mesh) -> float:
         """What the relaxed problem costs at least by its units: what they take is concave in how much of what is done

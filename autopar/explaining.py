@@ -9,7 +9,8 @@ forced to take it and all others chosen anew around it, under the plan's memory.
 decide as one, as in the search: `count` says how many nodes would take it.
 
 Invariants:
-- the chosen one costs what the plan's estimate says, and every figure is the objective of a whole solution;
+- the chosen one costs what the plan's estimate says, and every figure is what the step of a whole solution takes;
+- where computation is too short to hide all that it may, an alternative's plan need not be the best one with it;
 - an alternative is "as fast" where it costs less than the search's gap more.
 """
 
@@ -32,6 +33,7 @@ from autopar.repriced import Priced, reprice
 from autopar.rules.choices import choice_text
 from autopar.rules.factors import LeafRule
 from autopar.solve import spent
+from autopar.solve.beside import step_s
 from autopar.solve.build import Strategy
 from autopar.solve.forced import Forced
 from autopar.solve.layers_apart import restricted
@@ -173,7 +175,11 @@ class _Asking:
 
     @property
     def step_s(self) -> float:
-        return evaluate(self.problem, self.choice).objective
+        return self.of_step_s(self.choice)
+
+    def of_step_s(self, choice: tuple[int, ...]) -> float:
+        """What the step takes under a choice of the quotient."""
+        return step_s(self.priced.built, self.shared.expand(choice))
 
     def seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
         """What the seconds of a choice of the quotient are for."""
@@ -229,12 +235,13 @@ class _Asking:
         return self._too_large(text, alone, leanest)
 
     def _slower(self, text: str, found: Solution) -> Alternative:
-        more_s = found.objective - self.step_s
+        seconds = self.of_step_s(found.choice)
+        more_s = seconds - self.step_s
         if more_s <= GAP * self.step_s:
-            return Alternative(text, found.objective, more_s, 0, None, "as fast")
+            return Alternative(text, seconds, more_s, 0, None, "as fast")
         before, after = self.seconds(self.choice), self.seconds(found.choice)
         moved = {what: after.get(what, 0.0) - before.get(what, 0.0) for what in {**before, **after}}
-        return Alternative(text, found.objective, more_s, 0, None, _why_slower(more_s, moved))
+        return Alternative(text, seconds, more_s, 0, None, _why_slower(more_s, moved))
 
     def _too_large(self, text: str, problem: Problem, leanest: Sequence[int]) -> Alternative:
         used = evaluate(problem, leanest).usage

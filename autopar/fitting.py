@@ -119,7 +119,8 @@ class Fitting(Generic[Found]):
         if not solution.choice or solution.objective >= found.solution.objective:
             return found
         looser = self.lowered(solution)
-        return looser if self.fits(looser) else found
+        is_better = self.fits(looser) and looser.solution.objective < found.solution.objective
+        return looser if is_better else found
 
     def held(self, solution: Solution) -> float:
         """Bytes that the limits count of a solution, on the stage that holds most: no plan of it needs less."""

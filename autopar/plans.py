@@ -34,7 +34,7 @@ from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.program.generators import INTERLEAVED
 from autopar.rules.notation import read_rule
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 LINE_LENGTH = 120
 STATUSES = ("optimal", "feasible")
 
@@ -134,7 +134,8 @@ class ModuleRow:
     modules: str
     """Their path, `*` in place of layer numbers."""
     seconds: dict[str, float] = field(hash=False)
-    """`compute`, `recompute`, or an axis and a collective → seconds; all rows sum to the objective."""
+    """`compute`, `recompute`, or an axis and a collective → seconds; what hides isn't among them, so that all rows sum
+    to the objective."""
     held_bytes: int
     """On the stage of the greatest peak, as the solver counts it: what ops need while they run comes on top."""
 
@@ -146,7 +147,7 @@ class Estimate:
     """What the plan is expected to cost, and how far from the best it can be."""
 
     objective_s: float
-    """Step time by the solver's objective."""
+    """Step time by the solver's objective: communication hides as `overlap` says."""
     bound_s: float
     """No plan of the declared search is faster, candidates cut by bound included."""
     gap: float
@@ -163,8 +164,8 @@ class Estimate:
     """Parts of the step time by name (`compute`, `collectives`, `bubble`, `update`, …), summing to the objective."""
     modules: tuple[ModuleRow, ...] = ()
     """Where the seconds and the bytes go."""
-    overlapped_s: float | None = None
-    """Step time where communication hides as `overlap` says; the objective adds it to the computation."""
+    serial_s: float | None = None
+    """Step time if all communication were waited for."""
     overlap: tuple[OverlapRow, ...] = ()
 
     __pydantic_config__ = FORBID_UNKNOWN_FIELDS

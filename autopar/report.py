@@ -40,15 +40,15 @@ def spans(cut: Cut, num_ranks: int) -> tuple[StageSpan, ...]:
 def estimate(
     found: Found, bound: float, cluster: Cluster, capacity: float, captured_s: float, solved_s: float
 ) -> Estimate:
-    """All figures of a solved plan; the objective is recomputed from the problem, independently of the solver."""
-    checked = evaluate(found.built.problem, found.solution.choice)
-    objective = checked.objective
+    """All figures of a solved plan; the objective is recomputed from what is chosen, independently of the solver and of
+    how it prices what may hide."""
+    overlap = overlapped(found.built, found.solution.choice)
+    objective = overlap.step_s
     assert abs(objective - found.solution.objective) <= 1e-6 * max(objective, 1e-12), (objective, found.solution)
     there, counts = len(found.likeness.kept), found.counted()
-    rows = (*checked.rows, *[0.0] * (2 * there - len(checked.rows)))
-    ranks, is_pipelined = found.built.setting.ranks, found.mesh.num_stages > 1
+    rows = (*overlap.rows, *[0.0] * (2 * there - len(overlap.rows)))
+    ranks = found.built.setting.ranks
     bound = min(bound, objective)
-    overlap = overlapped(found.built, found.solution.choice, cluster.device.contention, is_pipelined)
     return Estimate(
         objective_s=objective,
         bound_s=bound,
@@ -62,7 +62,7 @@ def estimate(
         bubble_fraction=_bubble(found, [rows[like] for like in found.likeness.like]),
         step_s=_parts(objective, rows[:there], rows[there:], ranks, found.microbatches),
         modules=module_rows(found, counts),
-        overlapped_s=overlap.step_s,
+        serial_s=overlap.serial_s,
         overlap=overlap_rows(found, overlap),
     )
 

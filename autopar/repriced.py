@@ -1,7 +1,7 @@
 """A plan and its step, priced anew: the solver's problem that the plan is a solution of.
 
     priced = reprice(step, plan)
-    evaluate(priced.built.problem, priced.choice).objective     # the plan's own estimate
+    step_s(priced.built, priced.choice)     # the plan's own estimate (`solve.beside`)
 
 A plan holds choices by node key. The rest of a solution (which relays hold copies, what is reused, how views come to
 the backward) follows from them: it is what costs least with those choices.

@@ -24,7 +24,7 @@ Price = Callable[[str, str, float], float]
 Prices = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 """Seconds by source and target layout."""
 
-_EPSILON_S = 1e-9
+TIE_S = 1e-9
 """Breaks ties towards fewer moves."""
 
 
@@ -148,7 +148,7 @@ class Resharder:
                 if after not in index:
                     index[after] = len(index)
                     waiting.append(after)
-                edges.append((index[layout], index[after], self._move_s(move, layout, item_bytes) + _EPSILON_S))
+                edges.append((index[layout], index[after], self._move_s(move, layout, item_bytes) + TIE_S))
         cost = np.full((len(index) + 1, len(index) + 1), np.inf)
         for i, j, seconds in edges:
             cost[i, j] = min(cost[i, j], seconds)
@@ -201,7 +201,7 @@ class Resharder:
                 continue
             done.add(layout)
             for move, after in self._moves_from(layout):
-                total = cost + self._move_s(move, layout, item_bytes) + _EPSILON_S
+                total = cost + self._move_s(move, layout, item_bytes) + TIE_S
                 if after not in best or total < best[after][0]:
                     best[after] = (total, layout, move)
                     heapq.heappush(queue, (total, next(order), after))

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import html as html_module
+import itertools
 import re
 import sys
 from collections import Counter
@@ -214,10 +215,17 @@ def _collectives(plan: Plan) -> Table:
 
 
 def _overlap(plan: Plan) -> Table:
-    """What of the communication hides, where any does."""
+    """What of the communication hides, where any does; stages next to each other that are alike share their rows."""
     estimate = plan.estimate
-    rows = [(row.stage, row.axis, row.hidden_s, row.exposed_s) for row in estimate.overlap]
-    step = f"step {format_seconds(estimate.overlapped_s or estimate.objective_s)}"
+    by_stage: dict[int, list[Row]] = {}
+    for row in estimate.overlap:
+        by_stage.setdefault(row.stage, []).append((row.axis, row.hidden_s, row.exposed_s))
+    rows: list[Row] = []
+    for own, group in itertools.groupby(by_stage, key=by_stage.__getitem__):
+        stages = list(group)
+        name = str(stages[0]) if len(stages) == 1 else f"{stages[0]} to {stages[-1]}"
+        rows += [(name, *row) for row in own]
+    step = f"with all of it waited for the step takes {format_seconds(estimate.serial_s or estimate.objective_s)}"
     columns = ("stage", "axis", "hidden_s", "exposed_s")
     hides = any(row.hidden_s for row in estimate.overlap)
     return Table(f"communication beside computation: {step}", columns, tuple(rows) if hides else (), "overlap")

@@ -37,6 +37,7 @@ from autopar.reshard import Resharder
 from autopar.rules.choices import Choice, choice_text
 from autopar.skeletons import Likeness, Skeletons
 from autopar.solve.allowed import PinRules, bind_pins, require_all_matched
+from autopar.solve.beside import solve_beside, step_s
 from autopar.solve.build import BuiltProblem, Setting, Strategy, build_problem
 from autopar.solve.priced import Within
 from autopar.solve.problem import Problem, Solution, Term, evaluate, unlimited
@@ -48,6 +49,9 @@ from autopar.stage_pins import cannot_cut, pinned_stages
 from autopar.staging import Staged
 from autopar.unit_bounds import Least, Prices, UnitBounds
 from autopar.unit_points import LAYOUT_GAP, LAYOUT_TIME_S, Laid, UnitPoints
+
+BESIDE_GAP = 5e-3
+"""Part of a step by which what computation is too short to hide may make it longer before other layouts are tried."""
 
 PRICES = (0.05, 0.15, 0.4, 1.6)
 """Of memory, where it binds: what all of a device's memory is worth, in parts of the step; tried one by one for as long
@@ -212,9 +216,12 @@ class Trials:
         free = replace(unlimited(built.problem), objective=self._relaxed_objective(mesh))
         if is_cut:
             floor = self._relaxed_floor(mesh)
-            solution = solve_repeated_first(built, free, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor)
+            solve = functools.partial(
+                solve_repeated_first, built, gap=LAYOUT_GAP, time_limit_s=LAYOUT_TIME_S, floor=floor
+            )
         else:
-            solution = solve_shared(built, free, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
+            solve = functools.partial(solve_shared, built, gap=GAP, time_limit_s=TIME_LIMIT_S, cutoff=cutoff)
+        solution = solve_beside(built, free, solve, gap=BESIDE_GAP, cutoff=cutoff, is_cut=is_cut)
         return Relaxed(max(least, solution.bound), built.setting, step.cut.units, step.repeats, built, solution)
 
     def _relaxed_floor(self, mesh: Mesh) -> float:
@@ -333,6 +340,7 @@ class Trials:
 
     def _lowered(self, mesh: Mesh, cut: Cut, built: BuiltProblem, solution: Solution) -> Found:
         step, likeness = self.skeletons.graph(cut), self.skeletons.likeness(cut)
+        solution = replace(solution, objective=step_s(built, solution.choice))
         mesh, choices = self._named_by_role(mesh, step, built.choices(solution.choice))
         rules = {node.meta["key"]: node.meta["rule"] for node in built.nodes}
         everywhere = self.skeletons.everywhere(step, choices)
@@ -445,6 +453,8 @@ class Trials:
             allowed=allowed,
             alike=allowed.alike,
             recompute=self.pins.recompute or "none",
+            contention=self.cluster.device.contention,
+            is_pipelined=stages > 1,
         )
 
     def _resharder(self, mesh: Mesh) -> Resharder:

@@ -18,9 +18,11 @@ import numpy as np
 
 from autopar.capture.runs import Repeats
 from autopar.relaxed import units_of_nodes
+from autopar.solve.beside import Beside, beside
 from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.held import by_kind
 from autopar.solve.layers_apart import of_layouts, restricted
+from autopar.solve.modes import is_forward
 from autopar.solve.problem import Array, Edge, Node, Problem
 from autopar.solve.search import solve
 from autopar.solve.share import solve_repeated_first
@@ -83,7 +85,7 @@ class UnitPoints:
             choice = modes.solved(
                 [r * (bytes_s / self.in_flight) + k * bytes_s for r, k in zip(rest, saved, strict=True)]
             )
-            tallies.append(_Tally.of(self, small, choice))
+            tallies.append(_Tally.of(self, [int(own[pick]) for own, pick in zip(kept, choice, strict=True)]))
         return Laid(tuple(picked), self._layers(tallies))
 
     def leaner(self, bytes_s: float) -> Laid:
@@ -111,9 +113,10 @@ class UnitPoints:
         columns = zip(*(each.points for each in tallies), strict=True)
         points = [tuple(_worth_having(column, self.in_flight)) for column in columns]
         where = {unit: i for i, unit in enumerate(self.units)}
-        begin_s, end_s = (0.0, *(after for after, _ in self.cuts_s)), (*(before for _, before in self.cuts_s), 0.0)
         own = [where[like] for _, like in self.repeats.spread(self.units)]
-        once_s = tallies[0].once_s
+        once_s, first_s, last_s = tallies[0].once_s, tallies[0].first_s, tallies[0].last_s
+        begin_s = (0.0, *(after + first_s[unit] for (after, _), unit in zip(self.cuts_s, own[1:], strict=True)))
+        end_s = (*(before + last_s[unit] for (_, before), unit in zip(self.cuts_s, own[:-1], strict=True)), 0.0)
         return tuple(
             Layer(points[unit], end, begin, once_s[unit]) for unit, end, begin in zip(own, end_s, begin_s, strict=True)
         )
@@ -125,10 +128,15 @@ class _Tally:
 
     points: tuple[Point, ...]
     once_s: tuple[float, ...]
+    first_s: tuple[float, ...]
+    """What hides of a unit's communication, but wouldn't if it were the first of its stage: the first window of a part
+    gathers before it begins, and the reductions of the last are waited for."""
+    last_s: tuple[float, ...]
+    """The same if it were the last."""
 
     @staticmethod
-    def of(points: UnitPoints, problem: Problem, choice: tuple[int, ...]) -> _Tally:
-        units = points.units_of_nodes
+    def of(points: UnitPoints, choice: Sequence[int]) -> _Tally:
+        units, problem = points.units_of_nodes, points.built.problem
         times = [points.repeats.times(points.units[unit]) for unit in units]
         found = np.zeros((6, len(points.units)))  # seconds of each row, bytes of each kind
         for node, unit, count, pick in zip(problem.nodes, units, times, choice, strict=True):
@@ -138,9 +146,36 @@ class _Tally:
         for edge in problem.edges:
             moved = float(edge.cost[choice[edge.source], choice[edge.target]])
             found[edge.row, units[edge.target]] += moved / times[edge.target]
+        runs = beside(points.built, choice)
+        found[0] += _late_s(points, runs)
         seconds, once_s, rest, gradients, kept, widest = found.tolist()
         own = zip(seconds, rest, kept, gradients, widest, strict=True)
-        return _Tally(tuple(Point(*each) for each in own), tuple(once_s))
+        return _Tally(tuple(Point(*each) for each in own), tuple(once_s), *_hidden_s(points, runs, choice))
+
+
+def _late_s(points: UnitPoints, runs: Beside) -> Array:
+    """What computation is too short to hide, in the units in whose windows it is."""
+    found, built = np.zeros(len(points.units)), points.built
+    unit_of = dict(zip(built.nodes, points.units_of_nodes, strict=True))
+    of_window = {window: unit_of[node] for node, window in built.windows.of.items()}
+    for window, seconds in enumerate(runs.late_s(built.setting.contention)):
+        unit = of_window[window]
+        found[unit] += seconds / points.repeats.times(points.units[unit])
+    return found
+
+
+def _hidden_s(points: UnitPoints, runs: Beside, choice: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`first_s` and `last_s` of a choice."""
+    built, (first, last) = points.built, np.zeros((2, len(points.units)))
+    parts = runs.hidden_parts(built.setting.contention)
+    for edge, moved in zip(built.problem.edges, built.moves, strict=True):
+        if moved.hideable is None:
+            continue
+        unit, may_hide = points.units_of_nodes[edge.target], moved.hideable[choice[edge.source], choice[edge.target]]
+        hidden = may_hide * sum(part * parts[window] for window, part in moved.hiding.shares)
+        is_last = moved.hiding.is_gather and not is_forward(built.nodes[edge.target])
+        (last if is_last else first)[unit] += hidden / points.repeats.times(points.units[unit])
+    return tuple(first.tolist()), tuple(last.tolist())
 
 
 @dataclass(frozen=True, slots=True)

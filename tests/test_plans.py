@@ -44,7 +44,7 @@ ESTIMATE = Estimate(
     collectives=(CollectiveRow("tp", "all_reduce", 16, 1024, 16384, "loopback 2 GB/s 100 us", 0.01),),
     bubble_fraction=0.2,
     step_s={"compute": 0.3, "collectives": 0.1, "bubble": 0.1},
-    overlapped_s=0.46,
+    serial_s=0.54,
     overlap=(OverlapRow(0, "tp", 0.04, 0.06),),
 )
 PLAN = Plan(
@@ -217,7 +217,7 @@ def changed(value, *path):
         (PLAN.to_json()[:-20], "plan: not JSON: "),
         ("[]", "plan: expected a JSON object with a plan's fields, got list"),
         ("{}", "plan: field 'format_version' is missing; is this a plan?"),
-        (changed(1, "format_version"), "plan: format_version is 1, expected 2; make the plan anew"),
+        (changed(1, "format_version"), "plan: format_version is 1, expected 3; make the plan anew"),
         (without("mesh"), "plan: field 'mesh' is missing"),
         (without("choices"), "plan: field 'choices' is missing"),
         (without("estimate", "bound_s"), "plan: field 'estimate.bound_s' is missing"),

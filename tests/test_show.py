@@ -7,6 +7,7 @@ import pytest
 
 from autopar import differing, show
 from autopar.errors import PlanError
+from autopar.plans import OverlapRow
 from autopar.units import format_bytes, format_seconds, parse_bytes
 from tests.small_plan import small_plan
 
@@ -106,3 +107,12 @@ def test_quantities_have_three_digits():
         "1.00 s",
         "123 s",
     ]
+
+
+def test_stages_of_which_as_much_hides_share_their_rows():
+    rows = [OverlapRow(stage, "dp", 1e-3 * (stage != 1), 2e-3) for stage in range(5)]
+    estimate = replace(plan().estimate, overlap=tuple(rows), serial_s=0.025)
+    text = show.text(replace(plan(), estimate=estimate))
+    assert "with all of it waited for the step takes 25.0 ms" in text
+    told = [line.split() for line in text.splitlines() if line.endswith("2.00 ms")]
+    assert [" ".join(words[: words.index("dp")]) for words in told] == ["0", "1", "2 to 4"]

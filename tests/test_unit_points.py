@@ -8,12 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.cluster import parse_cluster
 from autopar.mesh import Mesh
+from autopar.pins import parse_pins
 from autopar.relaxed import Relaxed
+from autopar.skeletons import Skeletons
 from autopar.solve.layers_apart import of_layouts, restricted
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
+from autopar.trials import Trials
 from autopar.unit_points import Laid, UnitPoints
+from tests.solve.test_overlapped import step_of as overlapping_step_of
 from tests.solve.test_share import trials_of
 from tests.virtual.step_models import step_of
 
@@ -74,3 +79,16 @@ def test_no_choice_of_modes_beats_a_point_at_its_price() -> None:
             for p in layer.points
         )
     assert told == pytest.approx(least, rel=1e-2)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_cuts_cost_what_no_longer_hides(microbatches: int) -> None:
+    """What is put together of units is near what the cut model takes, the ends of whose stages hide nothing."""
+    cluster, step = parse_cluster("4xh100"), overlapping_step_of(microbatches)
+    cluster = replace(cluster, device=replace(cluster.device, contention=0.0))
+    pins = parse_pins("pp=2, dp=2, zero=3, virtual=1")
+    trials = Trials(step, Skeletons(step.fold(), microbatches, {}), cluster, pins, 1e10)
+    relaxed = trials.relaxed(MESH)
+    found = trials.planned(MESH, relaxed)
+    assert found is not None
+    assert trials.guess_s(MESH, relaxed) == pytest.approx(found.solution.objective, rel=0.06)

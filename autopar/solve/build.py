@@ -6,6 +6,9 @@ Memory counted (bytes, per rank; see `held`): parameters and optimizer state at 
 step; gradients or their accumulators; forward values that the backward needs, times the microbatches in flight. The
 working set of single ops and communication buffers is the margin that the caller leaves (and the accountant checks).
 
+What may hide behind computation (see `windows`) is priced as if there were enough of it, at the device's contention:
+no choice takes less, and one with enough computation beside it all takes just that (see `beside`).
+
 With recompute, a forward node's strategy is a choice and a mode (see `modes`). One that is computed again costs its op
 and the resharding of its operands a second time; what the backward gathers of a parameter anyway serves both.
 """
@@ -29,7 +32,7 @@ from autopar.layers import block_of, homes_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.pins import matches_module
-from autopar.reshard import Resharder
+from autopar.reshard import TIE_S, Resharder
 from autopar.rules.choices import Choice, enumerate_choices, operand_layouts, result_layouts
 from autopar.rules.factors import LeafRule
 from autopar.rules.nodes import is_view, node_argument, op_name, result_values, tensor_operands
@@ -39,6 +42,7 @@ from autopar.solve.held import Holdings, Moment, is_step_relay, kinds_of, moment
 from autopar.solve.modes import Mode, Modes, Wanted, is_forward, may_be_reused, modes_of, producer
 from autopar.solve.problem import Array
 from autopar.solve.ranks import Ranks
+from autopar.solve.windows import NO_WINDOWS, NOTHING_HIDES, Hiding, Windows, windows_of
 
 Allowed = Callable[[Node, LeafRule, Choice], bool]
 
@@ -65,6 +69,15 @@ class Setting:
     with modes, by which limits see that what the forward's relay moved is kept in place of the value itself."""
     by_kind: bool = False
     """Whether memory is told by kind (`held.KINDS`), of one stage, not when ranks may need most."""
+    contention: float = 1.0
+    """Of `cluster.Device`: what a second of communication costs beside computation; 1: nothing hides."""
+    is_pipelined: bool = False
+    """Whether there are other stages, if not in the graph."""
+
+    @property
+    def advances(self) -> bool:
+        """Whether the backward reduces gradients on their way to the update."""
+        return self.microbatches == 1 and not self.is_pipelined
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,10 @@ class Moved:
     """Whether it goes on to another stage, too."""
     is_again: bool = False
     """Whether all of it is for what is computed again; then it moves from the edge's target to its source."""
+    hiding: Hiding = NOTHING_HIDES
+    """Behind which windows it may hide."""
+    hideable: Array | None = None
+    """What then may hide: seconds by strategy of the source and of the target, of which the edge costs less."""
 
     def between(self, ends: tuple[int, int]) -> tuple[Layout, Layout]:
         """The layouts from which, and to which, it moves under the strategies of the edge's source and target."""
@@ -118,6 +135,8 @@ class BuiltProblem:
     """What it is priced for."""
     step: StepGraph
     """What it is made of."""
+    windows: Windows
+    """Of computation, behind which communication hides."""
 
     def choices(self, solution: Sequence[int]) -> dict[str, Choice]:
         """Node key → choice."""
@@ -232,9 +251,10 @@ class _Builder:
     moments: list[Moment] = field(default_factory=list)
     homes: dict[Node, str] = field(default_factory=dict)
     by_key: dict[str, Node] = field(default_factory=dict)
+    windows: Windows = NO_WINDOWS
 
     def build_part(self, part: Collection[Node]) -> abstract.Problem:
-        self._find_homes()
+        self._read_graph()
         wanted = set(part)
         for node in self.step.graph.nodes:
             if node in wanted and node.target is not operator.getitem:
@@ -246,7 +266,7 @@ class _Builder:
         if self.setting.recompute != "none":
             self.wanted = wanted_again(self.setting.recompute)
             self.modes = modes_of(self.step.graph, self.wanted)
-        self._find_homes()
+        self._read_graph()
         ranks = self.setting.ranks.kinds
         graph = self.step.graph
         self.moments = kinds_of(graph, self.modes) if self.setting.by_kind else moments_of(graph, ranks, self.modes)
@@ -264,10 +284,13 @@ class _Builder:
             tuple(self.moves),
             self.setting,
             self.step,
+            self.windows,
         )
 
-    def _find_homes(self) -> None:
+    def _read_graph(self) -> None:
         self.homes, self.by_key = homes_and_keys(self.step.graph)
+        if self.setting.contention < 1:
+            self.windows = windows_of(self.step, self.setting.advances)
 
     # -- nodes -------------------------------------------------------------------------------------------------
     def _weighed_nodes(self) -> tuple[abstract.Node, ...]:
@@ -397,20 +420,33 @@ class _Builder:
         runs = self._runs(target_node) if self.modes is not None and is_forward(target_node) else 0
         ends = (id(self.strategies[self.index[n]]) for n in (maker, target_node))
         width, is_within = value.meta["val"].element_size(), self._is_within(maker, target_node)
+        hiding = self.windows.hiding(maker, target_node)
         key = ("edge", *ends, id(source), id(target), width, crosses, from_input, runs, is_within)
+        key = (*key, hiding.part, hiding.is_gather)
         if key not in self.derived:
-            matrix = self._prices(tuple(source[0]), tuple(target[0]), width)
-            full = self._with_modes(matrix[source[1]][:, target[1]], maker, target_node)
+            prices, hides = self._prices(tuple(source[0]), tuple(target[0]), width), None
+            if hiding.shares:
+                hides = self._hideable(prices, target[0], width, hiding)[source[1]][:, target[1]]
+            less = 0.0 if hides is None else (1 - self.setting.contention) * hiding.part * hides
+            full = self._with_modes(prices[source[1]][:, target[1]], less, maker, target_node)
             if crosses:
                 sent = [self.setting.transfer(local_bytes(layout, width, self.setting.mesh)) for layout in source[0]]
                 full = full + np.array(sent)[source[1]][:, None]
             if from_input:
                 full = self._copy_rule(full, target_node)
-            self.derived[key] = self._reuse_rule(full, maker, target_node)
+            full = self._reuse_rule(full, maker, target_node)
+            self.derived[key] = full, hides if hides is None else np.where(full > 0, hides, 0.0)
         if (*key, times) not in self.derived:
-            self.derived[*key, times] = self.derived[key] * times
-        self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], self.derived[*key, times], row))
-        self.moves.append(Moved(width, source, target, times, crosses))
+            self.derived[*key, times] = tuple(each if each is None else each * times for each in self.derived[key])
+        cost, hides = self.derived[*key, times]
+        self.edges.append(abstract.Edge(self.index[maker], self.index[target_node], cost, row))
+        self.moves.append(Moved(width, source, target, times, crosses, False, hiding, hides))
+
+    def _hideable(self, prices: np.ndarray, targets: list[Layout], width: int, hiding: Hiding) -> np.ndarray:
+        """Seconds that hide where there is enough computation beside them, from layout to layout."""
+        sizes = (local_bytes(layout, width, self.setting.mesh) for layout in targets)
+        holds = np.array([hiding.holds(num_bytes, self.setting.capacity) for num_bytes in sizes])
+        return np.where(holds[None, :] & np.isfinite(prices), np.maximum(0.0, prices - TIE_S), 0.0)
 
     def _runs(self, node: Node) -> int:
         """How often the backward moves the operands of what it computes again."""
@@ -422,15 +458,16 @@ class _Builder:
         """Whether a value passes from forward to forward within a stage, where modes couple."""
         return is_forward(source) and is_forward(target) and source.meta["stage"] == target.meta["stage"]
 
-    def _with_modes(self, full: np.ndarray, source: Node, target: Node) -> np.ndarray:
-        """What is computed again needs its operand kept or computed again, and reshards it again."""
-        again = self._in_mode(target, Mode.AGAIN) > 0
+    def _with_modes(self, full: np.ndarray, less: np.ndarray | float, source: Node, target: Node) -> np.ndarray:
+        """What is computed again needs its operand kept or computed again, and reshards it again; the first time it may
+        cost `less`, as it hides."""
+        again, once = self._in_mode(target, Mode.AGAIN) > 0, full - less
         if self.modes is None or not again.any():
-            return full
-        repeated = full * (1 + self._runs(target))
+            return once
+        repeated = full * (1 + self._runs(target)) - less
         if self.setting.recompute == "kept":  # views of what is kept, as it is kept
             repeated = np.where(full > 0, np.inf, 0.0)
-        full = np.where(again[None, :], repeated, full)
+        full = np.where(again[None, :], repeated, once)
         if not self._is_within(source, target):
             return full
         return np.where((self._in_mode(source, Mode.DROPPED) > 0)[:, None] & again[None, :], np.inf, full)

@@ -1,28 +1,27 @@
-"""What of a solution's communication hides behind computation, and what the step takes then.
+"""What of a solution's communication hides behind computation, way by way and axis by axis.
 
-    found = overlapped(built, choice, contention=0.6, is_pipelined=False)
-    found.step_s                    # at most the objective, which adds all computation and all communication
+    found = overlapped(built, choice)
+    found.step_s                    # what the step takes, as `beside.step_s` says
+    found.serial_s                  # what it would take if all communication were waited for
     found.axes[0]["dp"]             # Ways(hidden_s, exposed_s) of a step on stage 0
 
-Where communication may hide is what `windows` says. A window with C seconds of computation and H of communication that
-may hide takes max(C + kH, H + kC), k being the contention: what runs at the same time slows both sides, as in the cost
-model of Galvatron (Miao et al., PVLDB 16(3), 2022). So (1 - k) min(C, H) of it hides, never more than the computation
-that runs beside it; the rest is exposed.
+What may hide is worked out from the windows and the layouts alone, without the problem's prices: it says of these that
+they are right.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autopar.mesh import PIPELINE_AXIS
+from autopar.reshard import TIE_S
+from autopar.solve.beside import Beside, beside
 from autopar.solve.build import BuiltProblem, Moved, Setting
 from autopar.solve.costs import local_bytes
-from autopar.solve.modes import Mode
 from autopar.solve.problem import evaluate, objective_of
-from autopar.solve.windows import SMALL_BYTES, Shares, Windows, most_ahead, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,81 +37,68 @@ class Overlapped:
     """`axes`: of each stage that is there, by axis of the mesh."""
 
     step_s: float
+    serial_s: float
+    rows: tuple[float, ...]
+    """Seconds of each row of the problem in `step_s`."""
+    edges: tuple[tuple[float, float], ...]
+    """Of each edge of the problem: its seconds, and how many of them are hidden."""
     axes: tuple[dict[str, Ways], ...]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Seconds of one microbatch, or of what runs once a step."""
-
-    num_windows: int
-    computing: list[float] = field(init=False)
-    hiding: list[float] = field(init=False)
-    ways: list[tuple[int, dict[str, float], Shares]] = field(default_factory=list)
-    """The row of what is moved, its seconds by axis, and of them those that may hide, by window."""
-
-    def __post_init__(self) -> None:
-        self.computing, self.hiding = ([0.0] * self.num_windows for _ in range(2))
-
-    def hides(self, window: int, contention: float) -> float:
-        """The part of a window's communication that computation hides."""
-        least = min(self.computing[window], self.hiding[window])
-        return (1 - contention) * least / self.hiding[window] if least else 0.0
-
-
-def overlapped(built: BuiltProblem, choice: Sequence[int], contention: float, is_pipelined: bool) -> Overlapped:
-    """`contention`: of `cluster.Device`; `is_pipelined`: whether there are other stages, if not in this graph."""
-    windows = windows_of(built.step, advances=built.setting.microbatches == 1 and not is_pipelined)
-    tally = _Tally(len(windows.windows))
-    _add_computation(tally, built, choice, windows)
-    _add_communication(tally, built, choice, windows)
-    stages, rows = built.setting.mesh.num_stages, list(evaluate(built.problem, choice).rows)
-    hidden, exposed = ([defaultdict[str, float](float) for _ in range(stages)] for _ in range(2))
-    for row, axes, shares in tally.ways:
-        times = built.setting.microbatches if row < stages else 1
-        total = math.fsum(axes.values())
-        less = math.fsum(seconds * tally.hides(window, contention) for window, seconds in shares)
-        rows[row] -= math.fsum(seconds for _, seconds in shares)
-        for window, seconds in shares:  # in the row of the window, which may be another one
-            rows[windows.windows[window].stage] += seconds * (1 - tally.hides(window, contention))
-        for axis, seconds in axes.items():
-            hidden[row % stages][axis] += times * less * seconds / total
-            exposed[row % stages][axis] += times * (total - less) * seconds / total
-    axes_of = (
-        {axis: Ways(mine[axis], seconds) for axis, seconds in sorted(rest.items())}
-        for mine, rest in zip(hidden, exposed, strict=True)
+def overlapped(built: BuiltProblem, choice: Sequence[int]) -> Overlapped:
+    """Of a choice that is allowed."""
+    contention, stages = built.setting.contention, built.setting.mesh.num_stages
+    ways = [list(_ways(built, choice, number)) for number in range(len(built.moves))]
+    hiding = [0.0] * len(built.windows.windows)
+    for window, seconds in (way for own in ways for way in own):
+        hiding[window] += seconds
+    parts = Beside(beside(built, choice).computing, hiding).hidden_parts(contention)
+    rows = list(evaluate(built.problem, choice).rows)
+    serial, edges = list(rows), []
+    for edge, own in zip(built.problem.edges, ways, strict=True):
+        may_hide = math.fsum(seconds for _, seconds in own)
+        priced = float(edge.cost[choice[edge.source], choice[edge.target]])
+        serial[edge.row] += (1 - contention) * may_hide
+        rows[edge.row] -= contention * may_hide
+        for window, seconds in own:  # in the row of the window, which may be another one
+            rows[built.windows.windows[window].stage] += seconds * (1 - parts[window])
+        hidden = math.fsum(parts[window] * seconds for window, seconds in own)
+        edges.append((priced + (1 - contention) * may_hide, hidden))
+    return Overlapped(
+        objective_of(built.problem.objective, rows),
+        objective_of(built.problem.objective, serial),
+        tuple(rows),
+        tuple(edges),
+        tuple(_by_axis(built, choice, edges, stages)),
     )
-    return Overlapped(objective_of(built.problem.objective, rows), tuple(axes_of))
 
 
-def _add_computation(tally: _Tally, built: BuiltProblem, choice: Sequence[int], windows: Windows) -> None:
-    picked = zip(built.nodes, built.problem.nodes, choice, built.picked(choice), strict=True)
-    for node, priced, pick, strategy in picked:
-        seconds, window = float(priced.cost[pick]), windows.of.get(node)
-        again = windows.again(node) if strategy.mode is Mode.AGAIN and seconds else None
-        if window is not None:
-            tally.computing[window] += seconds / 2 if strategy.mode is Mode.AGAIN else seconds
-        if again is not None:
-            tally.computing[again] += seconds / 2
+def _ways(built: BuiltProblem, choice: Sequence[int], number: int) -> Iterator[tuple[int, float]]:
+    """The windows behind which what an edge moves may hide, with the seconds of it."""
+    edge, moved = built.problem.edges[number], built.moves[number]
+    ends = choice[edge.source], choice[edge.target]
+    if moved.is_again or not edge.cost[ends]:
+        return
+    hiding = built.windows.hiding(built.nodes[edge.source], built.nodes[edge.target])
+    source, target = moved.between(ends)
+    if hiding.shares and hiding.holds(local_bytes(target, moved.width, built.setting.mesh), built.setting.capacity):
+        seconds = moved.times * max(0.0, built.setting.resharder.cost_s(source, target, moved.width) - TIE_S)
+        yield from ((window, part * seconds) for window, part in hiding.shares if seconds)
 
 
-def _add_communication(tally: _Tally, built: BuiltProblem, choice: Sequence[int], windows: Windows) -> None:
-    for edge, moved in zip(built.problem.edges, built.moves, strict=True):
-        ends = choice[edge.source], choice[edge.target]
-        total = float(edge.cost[ends])
-        axes = _axes(moved, built.setting, ends, total) if total else {}
-        if not axes:
-            continue
-        maker, reader = built.nodes[edge.source], built.nodes[edge.target]
-        shares = windows.reduced(maker, reader)
-        if SMALL_BYTES < _bytes(moved, built.setting, ends) <= most_ahead(built.setting.capacity):
-            shares = windows.gathered(maker, reader) or shares
-        shares = () if moved.is_again else shares
-        once = min(total, moved.times * built.setting.resharder.cost_s(*moved.between(ends), moved.width))
-        parts = tuple((window, part * once) for window, part in shares)
-        for window, seconds in parts:
-            tally.hiding[window] += seconds
-        tally.ways.append((edge.row, axes, parts))
+def _by_axis(
+    built: BuiltProblem, choice: Sequence[int], edges: Sequence[tuple[float, float]], stages: int
+) -> Iterator[dict[str, Ways]]:
+    hidden, exposed = ([defaultdict[str, float](float) for _ in range(stages)] for _ in range(2))
+    for edge, moved, (total, less) in zip(built.problem.edges, built.moves, edges, strict=True):
+        axes = _axes(moved, built.setting, (choice[edge.source], choice[edge.target]), total) if total else {}
+        times = built.setting.microbatches if edge.row < stages else 1
+        whole = math.fsum(axes.values())
+        for axis, seconds in axes.items():
+            hidden[edge.row % stages][axis] += times * less * seconds / whole
+            exposed[edge.row % stages][axis] += times * (total - less) * seconds / whole
+    for mine, rest in zip(hidden, exposed, strict=True):
+        yield {axis: Ways(mine[axis], seconds) for axis, seconds in sorted(rest.items())}
 
 
 def _axes(moved: Moved, setting: Setting, ends: tuple[int, int], total: float) -> dict[str, float]:
@@ -126,8 +112,3 @@ def _axes(moved: Moved, setting: Setting, ends: tuple[int, int], total: float) -
     for axis, _, seconds in parts:
         found[axis] += (total - sent) * seconds / whole
     return dict(found)
-
-
-def _bytes(moved: Moved, setting: Setting, ends: tuple[int, int]) -> float:
-    """Of what is moved, on a rank that has it."""
-    return local_bytes(moved.between(ends)[1], moved.width, setting.mesh)

@@ -13,10 +13,12 @@ part isn't positive for it (Lagrangian duality). Several limits share the price.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.solve.beside import solve_beside, step_s
 from autopar.solve.build import BuiltProblem, Strategy
 from autopar.solve.layers_apart import of_layouts, solve_among, solve_modes
 from autopar.solve.problem import Problem, Solution, evaluate, unlimited
@@ -53,15 +55,20 @@ class Within:
         """A good choice within the limits of `problem`, and a bound; without limits, a good choice."""
         if self.is_small:
             floor = self.bound if problem.limits else -math.inf
-            return solve_shared(self.built, problem, gap=EXACT_GAP, near=self.near, floor=floor)
+            solve = functools.partial(solve_shared, self.built, gap=EXACT_GAP, near=self.near, floor=floor)
+            return solve_beside(self.built, problem, solve, gap=GAP) if problem.limits else solve(problem)
         if not problem.limits:
             return solve_repeated_first(self.built, problem, gap=GAP, time_limit_s=TIME_LIMIT_S)
         tried = list(self._tried(problem))
         bound = max(self.bound, *(self._proven(problem, price) for price in self.known))
         found = [solve_modes(self.built, problem, self.known[price]) for price in tried[-2:]]
         found.append(self._in_layouts(problem))
-        best = min(found, key=lambda solution: solution.objective)
+        best = min(found, key=self._step_s)
         return replace(best, bound=min(bound, best.objective))
+
+    def _step_s(self, solution: Solution) -> float:
+        """With what computation is too short to hide."""
+        return step_s(self.built, solution.choice) if solution.choice else math.inf
 
     def _tried(self, problem: Problem) -> Iterator[float]:
         """The prices that are tried, the last ones the nearest to where the limits begin to hold."""

@@ -4,8 +4,8 @@
     held_bytes(built, choice, limit)                    # bytes of each node at a moment
 
 Invariants:
-- the parts' seconds sum to the objective: a stage that is waited for counts as often as it is waited for, the others
-  once, for filling and draining the pipeline;
+- the parts' seconds sum to what the step takes: a stage that is waited for counts as often as it is waited for, the
+  others once, for filling and draining the pipeline; what hides of a collective isn't spent;
 - what is done a second time for the backward is `AGAIN`, its collectives included.
 """
 
@@ -20,7 +20,8 @@ from autopar.mesh import PIPELINE_AXIS
 from autopar.solve.build import BuiltProblem, Moved, Setting
 from autopar.solve.costs import local_bytes
 from autopar.solve.modes import Mode
-from autopar.solve.problem import Problem, evaluate
+from autopar.solve.overlapped import overlapped
+from autopar.solve.problem import Problem
 
 ROUNDING = 1e-6
 COMPUTE, AGAIN, TRANSFER = "compute", "recompute", f"{PIPELINE_AXIS} p2p"
@@ -37,17 +38,16 @@ class Part:
 
 def seconds(built: BuiltProblem, choice: Sequence[int]) -> Iterator[Part]:
     """All parts of a step under `choice`, which may break the limits but nothing that is forbidden."""
-    problem = built.problem
-    weights = row_weights(problem, evaluate(problem, choice).rows)
+    problem, overlap = built.problem, overlapped(built, choice)
+    weights = row_weights(problem, overlap.rows)
     picked = built.picked(choice)
     for graph_node, node, pick, strategy in zip(built.nodes, problem.nodes, choice, picked, strict=True):
         total = weights[node.row] * float(node.cost[pick])
         again = total / 2 if strategy.mode is Mode.AGAIN else 0.0
         yield from _parts(graph_node, {COMPUTE: total - again, AGAIN: again})
-    for edge, moved in zip(problem.edges, built.moves, strict=True):
-        ends = choice[edge.source], choice[edge.target]
-        if total := float(edge.cost[ends]):
-            own = _moved(moved, built.setting, ends, total)
+    for edge, moved, (total, hidden) in zip(problem.edges, built.moves, overlap.edges, strict=True):
+        if total:
+            own = _moved(moved, built.setting, (choice[edge.source], choice[edge.target]), total, hidden)
             reader = built.nodes[edge.source if moved.is_again else edge.target]
             yield from _parts(reader, {what: weights[edge.row] * each for what, each in own.items()})
 
@@ -64,8 +64,8 @@ def _parts(node: Node, by_name: dict[str, float]) -> Iterator[Part]:
     yield from (Part(node, what, total) for what, total in by_name.items() if total)
 
 
-def _moved(moved: Moved, setting: Setting, ends: tuple[int, int], total: float) -> dict[str, float]:
-    """An edge's seconds by what they are for."""
+def _moved(moved: Moved, setting: Setting, ends: tuple[int, int], total: float, hidden: float) -> dict[str, float]:
+    """An edge's seconds that aren't hidden by what they are for."""
     if moved.is_again:
         return {AGAIN: total}
     source, target = moved.between(ends)
@@ -74,7 +74,7 @@ def _moved(moved: Moved, setting: Setting, ends: tuple[int, int], total: float) 
     once = moved.times * setting.resharder.cost_s(source, target, moved.width)
     again = total - sent - once
     found: dict[str, float] = {TRANSFER: sent, AGAIN: again if again > ROUNDING * total else 0.0}
-    rest, whole = total - sent - found[AGAIN], sum(each for _, _, each in parts)
+    rest, whole = total - hidden - sent - found[AGAIN], sum(each for _, _, each in parts)
     for axis, kind, each in parts:
         name = f"{axis} {kind}"
         found[name] = found.get(name, 0.0) + rest * each / whole

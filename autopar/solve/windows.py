@@ -2,7 +2,7 @@
 
     windows = windows_of(step, advances=True)
     windows.of[mm]                          # 3: the window in which an op runs
-    windows.hiding(weight, relay)           # ((2, 1.0),): its gather runs beside the computation of the window before
+    windows.hiding(weight, relay).shares    # ((2, 1.0),): its gather runs beside the computation of the window before
 
 A window is a run of a stage's forward or backward through one block, as in `passes.schedule_collectives`, which starts
 the gathers of a block when the one before it begins, and awaits the reductions of gradients when the one after it has
@@ -20,6 +20,7 @@ A layer that stands for several is followed by one like it, but for the last of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,6 +49,27 @@ SMALL_BYTES = 1 << 16
 def most_ahead(capacity: float) -> int:
     """Bytes of gathered parameters that a program for devices of `capacity` bytes starts before they are read."""
     return int(min(1 << 30, capacity // 10))
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """What of a value's way from its maker to a reader may hide."""
+
+    shares: Shares = ()
+    is_gather: bool = False
+    """Whether it is a parameter's, which hides at some sizes only."""
+
+    @property
+    def part(self) -> float:
+        """Of its seconds, in all windows together."""
+        return sum(part for _, part in self.shares)
+
+    def holds(self, num_bytes: float, capacity: float) -> bool:
+        """Whether it hides where what is moved has so many bytes on a rank, on devices of `capacity` bytes."""
+        return not self.is_gather or SMALL_BYTES < num_bytes <= most_ahead(capacity)
+
+
+NOTHING_HIDES = Hiding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +109,11 @@ class Windows:
         wanted, block = (node.meta["stage"], "backward"), _block(node)
         found = (i for i, w in enumerate(self.windows) if (w.stage, w.phase) == wanted and block in w.blocks)
         return next(found, None)
+
+    def hiding(self, value: Node, reader: Node) -> Hiding:
+        """What of a value's way to a reader may hide."""
+        gathered = self.gathered(value, reader)
+        return Hiding(gathered or self.reduced(value, reader), bool(gathered))
 
     def gathered(self, value: Node, reader: Node) -> Shares:
         """Behind which windows the way of a parameter to a reader hides; none: it is waited for."""
@@ -132,9 +159,10 @@ class Windows:
 NO_WINDOWS = Windows((), {}, {}, {}, False)
 
 
+@functools.lru_cache(maxsize=4)
 def windows_of(step: StepGraph, advances: bool) -> Windows:
     """The windows of a step graph, layers that stand for several included; `advances`: whether the backward reduces
-    gradients on their way to the update."""
+    gradients on their way to the update. Every candidate mesh asks for them."""
     windows: list[Window] = []
     of: dict[Node, int] = {}
     leading = _leading(step.graph)

@@ -2,8 +2,8 @@
 
     python -m tests.bench.expert_configs [ID…] [--free] [--time-limit SECONDS] [--results FILE]
 
-`overlapped`: the error where communication hides behind the computation beside it, as far as the device's contention
-lets it; the step that plans are compared by adds one to the other.
+`serial`: the error if all communication were waited for; the model lets it hide behind the computation that runs beside
+it, as far as the device's contention lets it.
 
 Each row of `published.json` is planned with its mesh, microbatches, ZeRO stage and recompute pinned; with `--free` once
 more with nothing but the microbatches given, within the memory of the devices: what that plan spends more, or less, is
@@ -107,7 +107,7 @@ def facts(made: Plan) -> dict[str, Any]:
     virtual = f", {made.mesh.virtual} stages a rank" if made.mesh.virtual > 1 else ""
     return {
         "step_s": estimate.objective_s,
-        "overlapped_s": estimate.overlapped_s,
+        "serial_s": estimate.serial_s,
         "gap": estimate.gap,
         "mesh": " x ".join(map(str, sizes)) + virtual,
         "peak_bytes": max(row.peak for row in estimate.memory),
@@ -167,16 +167,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, and the median error."""
     degrees = "pp x dp x tp, ZeRO, recompute"
     ours = ("our plan", "its step", "gap", "what that spends more")
-    columns = ("run", "devices", degrees, "measured", "model", "error", "overlapped", "holds", *ours)
+    columns = ("run", "devices", degrees, "measured", "model", "error", "serial", "holds", *ours)
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    errors, overlapped = [], []
+    errors, serial = [], []
     for row in rows:
         degrees = f"{row['pp']} x {row['dp']} x {row['tp']}, {row['zero']}, {row['recompute']}"
         pinned, free = row["pinned"], row.get("free", {})
         error = pinned["step_s"] / row["step_s"] - 1 if "step_s" in pinned else float("nan")
-        beside = pinned["overlapped_s"] / row["step_s"] - 1 if "overlapped_s" in pinned else float("nan")
+        in_turn = pinned["serial_s"] / row["step_s"] - 1 if "serial_s" in pinned else float("nan")
         errors.append(abs(error))
-        overlapped.append(abs(beside))
+        serial.append(abs(in_turn))
         ours = (free.get("error", "")[:60], "", "", "")
         if "step_s" in free:
             ours = (free["mesh"], f"{free['step_s']:.2f} s", f"{free['gap']:.1%}", why(pinned, free))
@@ -187,12 +187,12 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['step_s']:.2f} s",
             f"{pinned.get('step_s', float('nan')):.2f} s",
             f"{error:+.0%}",
-            f"{beside:+.0%}",
+            f"{in_turn:+.0%}",
             f"{pinned.get('peak_bytes', 0) / 2**30:.1f} of {capacity(row) / 2**30:.1f} GiB",
             *ours,
         )
         lines.append(f"| {' | '.join(cells)} |")
-    medians = f"median error {statistics.median(errors):.0%}, overlapped {statistics.median(overlapped):.0%}"
+    medians = f"median error {statistics.median(errors):.0%}, serial {statistics.median(serial):.0%}"
     return "\n".join([*lines, "", f"{medians}, over {len(errors)} runs", *complaints(rows)])
 
 

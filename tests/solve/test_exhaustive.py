@@ -87,29 +87,30 @@ def with_budget(problem: Problem, free: Sequence[int], draw: random.Random) -> P
 
 def exhaustive(problem: Problem, free: Sequence[int]) -> float:
     """The least objective of all choices, each tried; infinite where none is allowed and fits."""
-    axis = {node: position for position, node in enumerate(free)}
     sizes = [problem.nodes[node].num_strategies for node in free]
-
-    def spread(values: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
-        """Values by the strategies of `nodes`, over the grid of all choices; others have one strategy."""
-        order = sorted(range(len(nodes)), key=lambda i: axis.get(nodes[i], -1))
-        shape = [1] * len(sizes)
-        for node in nodes:
-            if node in axis:
-                shape[axis[node]] = problem.nodes[node].num_strategies
-        return np.transpose(values, order).reshape(shape)
-
+    on_grid = functools.partial(spread, problem, free)
     rows = [np.zeros(sizes) for _ in range(problem.num_rows)]
     usage = [np.zeros(sizes) for _ in problem.limits]
     for index, node in enumerate(problem.nodes):
-        rows[node.row] = rows[node.row] + spread(node.cost, [index])
+        rows[node.row] = rows[node.row] + on_grid(node.cost, [index])
         for limit, memory in node.memory.items():
-            usage[limit] = usage[limit] + spread(memory, [index])
+            usage[limit] = usage[limit] + on_grid(memory, [index])
     for edge in problem.edges:
-        rows[edge.row] = rows[edge.row] + spread(edge.cost, [edge.source, edge.target])
+        rows[edge.row] = rows[edge.row] + on_grid(edge.cost, [edge.source, edge.target])
     forbidden = ~np.all([np.isfinite(row) for row in rows], axis=0)
     terms = [term for term in problem.objective if term.weight > 0]
     total = sum(term.weight * np.max([rows[row] for row in term.rows], axis=0) for term in terms)
     for bound, used in zip(problem.limits, usage, strict=True):
         forbidden = forbidden | (used > bound.threshold)
     return float(np.min(np.where(forbidden, np.inf, total)))
+
+
+def spread(problem: Problem, free: Sequence[int], values: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
+    """Values by the strategies of `nodes`, over the grid of all choices of `free` ones; others have one strategy."""
+    axis = {node: position for position, node in enumerate(free)}
+    order = sorted(range(len(nodes)), key=lambda i: axis.get(nodes[i], -1))
+    shape = [1] * len(free)
+    for node in nodes:
+        if node in axis:
+            shape[axis[node]] = problem.nodes[node].num_strategies
+    return np.transpose(values, order).reshape(shape)

@@ -30,6 +30,7 @@ from autopar.mesh import Mesh
 from autopar.pins import parse_pins
 from autopar.planning import plan
 from autopar.skeletons import Skeletons
+from autopar.solve.beside import beside
 from autopar.solve.build import BuiltProblem, build_problem
 from autopar.solve.costs import least_share
 from autopar.solve.problem import evaluate
@@ -187,7 +188,9 @@ def test_the_folded_problem_is_the_whole_one(name: str, numbers: tuple[int, ...]
     small_step = joined(folded, numbers, step.microbatches, parsed.num_stages)
     all_numbers = tuple(range(folded.runs[0].count))
     large_step = joined(folded, all_numbers, step.microbatches, parsed.num_stages)
-    small, large = (build_problem(s, setting_of(step, parsed, recompute)) for s in (small_step, large_step))
+    setting = replace(setting_of(step, parsed, recompute), contention=0.4, is_pipelined=parsed.num_stages > 1)
+    small, large = (build_problem(s, setting) for s in (small_step, large_step))
+    assert any(moved.hideable is not None and moved.hideable.any() for moved in small.moves)
     priced = [  # what is forbidden costs infinitely much on both sides, which would say nothing
         replace(p, edges=tuple(replace(e, cost=np.where(np.isinf(e.cost), 0.0, e.cost)) for e in p.edges))
         for p in (small.problem, large.problem)
@@ -200,6 +203,11 @@ def test_the_folded_problem_is_the_whole_one(name: str, numbers: tuple[int, ...]
         assert found.rows == pytest.approx(expected.rows, rel=1e-9)
         assert found.usage == pytest.approx(expected.usage, rel=1e-9)
         assert found.objective == pytest.approx(expected.objective, rel=1e-9)
+        runs, of_all = (beside(b, c) for b, c in zip((small, large), (choice, there), strict=True))
+        assert sum(runs.computing) == pytest.approx(sum(of_all.computing), rel=1e-9)
+        assert sum(runs.hiding) == pytest.approx(sum(of_all.hiding), rel=1e-9)
+        late, of_each = (sum(each.late_s(setting.contention)) for each in (runs, of_all))
+        assert 0.8 * of_each <= late * (1 + 1e-9) and late <= of_each * (1 + 1e-9)  # of alike windows it is their sum's
 
 
 def test_layers_that_differ_are_traced_whole() -> None:
@@ -405,11 +413,17 @@ def _what(node: Node) -> tuple[str, tuple[int, ...]]:
     return str(node.target) if node.op == "call_function" else node.op, tuple(getattr(value, "shape", ()))
 
 
-@pytest.mark.parametrize("pins", ["tp=4", "pp=2, dp=2", "pp=4"])
-def test_no_plan_beats_the_bounds_of_its_layers(pins: str) -> None:
+@pytest.mark.parametrize(
+    ("pins", "contention"),
+    [("tp=4", 1.0), ("pp=2, dp=2", 1.0), ("pp=4", 1.0), ("dp=2, tp=2, zero=3", 0.5), ("pp=2, dp=2, zero=2", 0.5)],
+)
+def test_no_plan_beats_the_bounds_of_its_layers(pins: str, contention: float) -> None:
     step = chain_step(Chain(width=64), is_folded=True, width=64)
-    trials = Trials(step, skeletons_of(step), parse_cluster("4xcpu"), parse_pins(pins), 1e9)
-    made = plan(step, "4xcpu", pin=pins)
+    cluster = parse_cluster("4xcpu")
+    cluster = replace(cluster, device=replace(cluster.device, contention=contention))
+    trials = Trials(step, skeletons_of(step), cluster, parse_pins(pins), 1e9)
+    made = plan(step, cluster, pin=pins)
+    assert any(row.hidden_s for row in made.estimate.overlap) == (contention < 1)
     looks = [trials.bounds.layer_s(made.mesh, PHASES[:count]) for count in range(len(PHASES) + 1)]
     rising = [trials.bounds.least_s(made.mesh), *looks, made.estimate.objective_s]
     assert all(lower <= higher * (1 + 1e-9) for lower, higher in itertools.pairwise(rising)), rising

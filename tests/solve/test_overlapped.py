@@ -20,11 +20,14 @@ from autopar.plans import Plan
 from autopar.program.parts import Part, Pipeline
 from autopar.program.storages import is_start, is_wait
 from autopar.program.traffic import collective_of
+from autopar.repriced import reprice
 from autopar.reshard import Resharder
+from autopar.solve import spent
 from autopar.solve.allowed import bind_pins
+from autopar.solve.beside import beside, step_s
 from autopar.solve.build import BuiltProblem, build_problem
 from autopar.solve.modes import Mode
-from autopar.solve.overlapped import Ways, overlapped
+from autopar.solve.overlapped import Overlapped, Ways, overlapped
 from autopar.solve.problem import evaluate
 from autopar.solve.search import solve
 from autopar.solve.windows import Window, Windows, windows_of
@@ -47,16 +50,16 @@ class Case:
     price: Price
 
     @property
-    def step_s(self) -> float:
-        return evaluate(self.built.problem, self.choice).objective
+    def overlapped(self) -> Overlapped:
+        return overlapped(self.built, self.choice)
 
-    def overlapped_s(self, contention: float = 0.0) -> float:
-        return self.overlapped(contention)[0]
+    def at(self, contention: float = 0.0, capacity: float = 1e15) -> Case:
+        """The same choice on other devices."""
+        setting = replace(self.built.setting, contention=contention, capacity=capacity)
+        return replace(self, built=build_problem(self.built.step, setting))
 
-    def overlapped(self, contention: float = 0.0) -> tuple[float, list[dict[str, Ways]]]:
-        is_pipelined = self.built.setting.mesh.num_stages > 1
-        found = overlapped(self.built, self.choice, contention, is_pipelined)
-        return found.step_s, list(found.axes)
+    def ways(self, stage: int = 0) -> Ways:
+        return self.overlapped.axes[stage]["dp"]
 
 
 @functools.cache
@@ -67,7 +70,13 @@ def step_of(microbatches: int) -> TrainStep:
 
 
 @functools.cache
-def case(microbatches: int = 2, mesh: str = "dp=2", byte_s: float = 1e-7, recompute: str = "none") -> Case:
+def case(
+    microbatches: int = 2,
+    mesh: str = "dp=2",
+    byte_s: float = 1e-7,
+    recompute: str = "none",
+    contention: float = 0.0,
+) -> Case:
     """`byte_s`: what the links take for a byte; computation takes 1e-8 seconds for each byte that it moves."""
     step, laid_out = step_of(microbatches), Mesh.parse(mesh)
     units = units_of(step.capture().gradient.graph)[0]
@@ -80,7 +89,13 @@ def case(microbatches: int = 2, mesh: str = "dp=2", byte_s: float = 1e-7, recomp
 
     allowed = bind_pins(parse_pins("zero=3"), graph.graph, laid_out)
     resharder = Resharder(laid_out, price)
-    setting = replace(setting_of(step, laid_out, recompute), allowed=allowed, resharder=resharder)
+    setting = replace(
+        setting_of(step, laid_out, recompute),
+        allowed=allowed,
+        resharder=resharder,
+        contention=contention,
+        is_pipelined=stages > 1,
+    )
     built = build_problem(graph, setting)
     choice = solve(built.problem, gap=1e-2).choice
     again = tuple(node.meta["key"] for node in built.recomputed(choice))
@@ -125,61 +140,88 @@ def program_s(made: Case) -> float:
 def test_what_is_said_to_hide_does_in_the_program(microbatches: int, byte_s: float, recompute: str) -> None:
     """The lowered program, run on paper, takes no longer than is said, and not much less."""
     made = case(microbatches, byte_s=byte_s, recompute=recompute)
-    runs, told, added = program_s(made), made.overlapped_s(), made.step_s
-    assert runs <= told < added
-    assert told <= 1.07 * runs
+    runs, found = program_s(made), made.overlapped
+    assert runs <= found.step_s < found.serial_s
+    assert found.step_s <= 1.07 * runs
 
 
 # -- how much fits -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("byte_s", [1e-9, 3e-8, 1e-7])
 def test_no_more_hides_than_computation_is_beside_it(byte_s: float) -> None:
     made = case(byte_s=byte_s)
-    step_s, (axes,) = made.overlapped()
-    ways, problem = axes["dp"], made.built.problem
+    ways, problem = made.ways(), made.at(1.0).built.problem
     computing = sum(float(n.cost[i]) for n, i in zip(problem.nodes, made.choice, strict=True) if n.row == 0)
     assert 0 < ways.hidden_s <= made.built.setting.microbatches * computing
-    assert step_s == pytest.approx(made.step_s - ways.hidden_s)
+    assert made.overlapped.step_s == pytest.approx(made.overlapped.serial_s - ways.hidden_s)
     moved = sum(float(edge.cost[made.choice[edge.source], made.choice[edge.target]]) for edge in problem.edges)
     assert ways.hidden_s + ways.exposed_s == pytest.approx(2 * moved, rel=1e-3)
 
 
 def test_what_fits_hides_but_for_the_ends_of_the_parts() -> None:
     """The gathers of the first window, and the reductions of the last, are waited for."""
-    ways = case(byte_s=1e-9).overlapped()[1][0]["dp"]
+    ways = case(byte_s=1e-9).ways()
     assert 0.6 < ways.hidden_s / (ways.hidden_s + ways.exposed_s) < 0.9
 
 
 def test_contention_costs_both_sides() -> None:
     made = case(byte_s=3e-8)
-    hidden = {k: made.overlapped(k)[1][0]["dp"].hidden_s for k in (0.0, 0.5, 1.0)}
+    hidden = {k: made.at(k).ways().hidden_s for k in (0.0, 0.5, 1.0)}
     assert hidden[0.5] == pytest.approx(hidden[0.0] / 2)
     assert hidden[1.0] == 0
-    assert made.overlapped_s(1.0) == pytest.approx(made.step_s)
+    assert made.at(1.0).overlapped.step_s == pytest.approx(made.overlapped.serial_s)
 
 
 def test_what_is_too_large_or_too_small_to_start_ahead_is_waited_for() -> None:
     made = case(byte_s=1e-9)
-    hidden = made.overlapped()[1][0]["dp"].hidden_s
-    setting = replace(made.built.setting, capacity=10 * 4 * WIDTH * WIDTH)  # of matrices, the smallest
-    tight = replace(made, built=replace(made.built, setting=setting))
-    assert 0 < tight.overlapped()[1][0]["dp"].hidden_s < 0.8 * hidden
-    reductions = replace(made, built=replace(made.built, setting=replace(setting, capacity=1.0)))
-    assert 0 < reductions.overlapped()[1][0]["dp"].hidden_s < tight.overlapped()[1][0]["dp"].hidden_s
+    tight = made.at(capacity=10 * 4 * WIDTH * WIDTH).ways().hidden_s  # of matrices, the smallest
+    assert 0 < tight < 0.8 * made.ways().hidden_s
+    assert 0 < made.at(capacity=1.0).ways().hidden_s < tight  # reductions
 
 
 def test_each_stage_of_a_pipeline_has_its_own() -> None:
-    made = case(mesh="pp=2 dp=2", byte_s=1e-8)
-    step_s, stages = made.overlapped()
-    assert step_s < made.step_s
-    assert [sorted(axes) for axes in stages] == [["dp", "pp"], ["dp", "pp"]]  # who receives waits
-    assert all(axes["dp"].hidden_s > 0 and axes["pp"].hidden_s == 0 for axes in stages)
+    found = case(mesh="pp=2 dp=2", byte_s=1e-8).overlapped
+    assert found.step_s < found.serial_s
+    assert [sorted(axes) for axes in found.axes] == [["dp", "pp"], ["dp", "pp"]]  # who receives waits
+    assert all(axes["dp"].hidden_s > 0 and axes["pp"].hidden_s == 0 for axes in found.axes)
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2 dp=2"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("byte_s", [1e-9, 3e-8, 1e-6])
+def test_the_prices_are_what_the_windows_say(mesh: str, recompute: str, microbatches: int, byte_s: float) -> None:
+    """A choice costs its problem's objective and what is late: as if waited for, less what hides of it."""
+    made = case(microbatches, mesh, byte_s, recompute, contention=0.6)
+    found, serial = made.overlapped, evaluate(made.at(1.0).built.problem, made.choice)
+    assert found.serial_s == pytest.approx(serial.objective, rel=1e-9)
+    assert found.step_s == pytest.approx(step_s(made.built, made.choice), rel=1e-9)
+    assert sum(part.seconds for part in spent.seconds(made.built, made.choice)) == pytest.approx(found.step_s)
+    runs = beside(made.built, made.choice)
+    of_windows = [max(c + 0.6 * h, h + 0.6 * c) for c, h in zip(runs.computing, runs.hiding, strict=True)]
+    stages = made.built.setting.mesh.num_stages
+    for stage in range(stages):
+        own = [number for number, window in enumerate(made.built.windows.windows) if window.stage == stage]
+        apart = serial.rows[stage] - sum(runs.computing[number] for number in own)
+        apart += serial.rows[stages + stage] - sum(runs.hiding[number] for number in own)
+        told = found.rows[stage] + found.rows[stages + stage]
+        assert told == pytest.approx(apart + sum(of_windows[number] for number in own), rel=1e-9)
+    priced = evaluate(made.built.problem, made.choice).objective
+    is_late = any(hiding > computing for computing, hiding in zip(runs.computing, runs.hiding, strict=True))
+    assert (priced < found.step_s * (1 - 1e-9)) == is_late
+    assert is_late or byte_s < 1e-6
 
 
 def test_a_plan_tells_what_hides() -> None:
     made = plan(step_of(2), "2xh100", pin="dp=2, zero=3")
     (row,) = made.estimate.overlap
     assert (row.stage, row.axis) == (0, "dp") and row.hidden_s > 0 and row.exposed_s > 0
-    assert made.estimate.overlapped_s == pytest.approx(made.estimate.objective_s - row.hidden_s)
+    assert made.estimate.objective_s == pytest.approx(made.estimate.serial_s - row.hidden_s)
+    told = [(what, seconds) for each in made.estimate.modules for what, seconds in each.seconds.items()]
+    assert sum(seconds for _, seconds in told) == pytest.approx(made.estimate.objective_s)
+    assert sum(seconds for what, seconds in told if what.startswith("dp ")) == pytest.approx(row.exposed_s, rel=1e-3)
+    priced = reprice(step_of(2), made)
+    assert step_s(priced.built, priced.choice) == pytest.approx(made.estimate.objective_s, rel=1e-9)
     assert "communication beside computation" in str(made)
     assert Plan.from_json(made.to_json()) == made
 

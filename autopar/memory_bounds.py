@@ -32,7 +32,7 @@ SCARCE, DEARER = 0.006, 5.0
 """Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at; and how much
 more at the next, where memory suffices with what is given up for that."""
 
-MOST_PRICES, TELLS = 4, 5e-4
+MOST_PRICES, TELLS = 3, 1e-3
 """How many prices of memory are looked at, and by which part a further look must raise the bound."""
 
 Known = Sequence[tuple[Prices, Least]]
@@ -72,11 +72,12 @@ class MemoryBounds:
         known = [(prices, units.least(prices, with_across=True)) for prices in (time_alone, Prices())]
         groups, found = units.groups(), Bounded(0.0, time_alone)
         prices = self._scarce(SCARCE * known[0][1].whole / self.capacity)
-        for _ in range(MOST_PRICES):
+        for number in range(MOST_PRICES):
             known.append((prices, units.least(prices, with_across=True)))
             before, found = found, self._least(known, groups)
             suffices = found.prices.rest < prices.rest / 2  # with what more would be given up at this price
-            if found.seconds >= enough or (not suffices and found.seconds < before.seconds * (1 + TELLS)):
+            tells_less = found.seconds < before.seconds * (1 + TELLS)
+            if found.seconds >= enough or (number and tells_less):
                 break
             prices = self._scarce(DEARER * prices.rest) if suffices else found.prices
         if found.seconds < enough:

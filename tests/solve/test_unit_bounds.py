@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 
 from autopar import plan
 from autopar.capture.step import TrainStep
 from autopar.cluster import parse_cluster
-from autopar.pins import Pins
+from autopar.memory_bounds import MemoryBounds
+from autopar.pins import Pins, parse_pins
 from autopar.pipeline_bounds import PipelineBounds
 from autopar.planning import _Search
+from autopar.solve.in_flight import fullest
 from autopar.trials import Trials
-from autopar.unit_bounds import Least
+from autopar.unit_bounds import Least, Prices
 from tests.virtual.step_models import GPT, token_batch
 
 CLUSTER = "4xcpu"
@@ -63,3 +67,46 @@ def test_a_pipeline_takes_no_less_than_its_slowest_stage_in_the_best_cut() -> No
         found = PipelineBounds(ranks, microbatches, cuts_s, 1.0, {1: ()}).least_s(least)
         filled = 1.0 + (ranks - 1) * min(map(sum, cuts_s))
         assert found == pytest.approx((microbatches - 1) * min(slowest) + filled)
+
+
+# -- within the memory ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [10.0, 0.85, 0.7])
+def test_no_plan_beats_the_bound_within_the_memory(share: float) -> None:
+    """What fits in less of the memory that the free plan needs takes longer, and its bound rises with it."""
+    free = plan(step(), CLUSTER, pin="pp=2, virtual=2")
+    peak = max(row.peak for row in free.estimate.memory)
+    found = plan(step(), CLUSTER, pin="pp=2, virtual=2", memory=share * peak)
+    search = _Search(step(), parse_cluster(CLUSTER), parse_pins("pp=2, virtual=2"), share * peak, print)
+    tight = search._trials(4)
+    mesh = next(m for m in search._meshes(tight) if sorted(m.axes) == sorted(found.mesh.axes))
+    alone = tight.units_s(mesh)
+    bound = tight.within_s(mesh, math.inf)
+    assert alone * 0.99 <= bound <= found.estimate.objective_s * (1 + 1e-9)
+    if share < 0.8:
+        assert bound > alone * 1.005
+
+
+def test_prices_prove_no_more_than_the_best_points_on_stages() -> None:
+    """Two stages on one rank each hold what their units' points hold; every choice of points that fits is tried."""
+    rng, microbatches = random.Random(1), 4
+    for _ in range(10):
+        points = [[(rng.uniform(1, 2), rng.uniform(2, 4)), (rng.uniform(2, 3), rng.uniform(0, 2))] for _ in range(4)]
+
+        def least(prices: Prices, points: list[list[tuple[float, float]]] = points) -> Least:
+            return Least(tuple(min(prices.seconds * s + prices.kept * k for s, k in own) for own in points))
+
+        cut, held = (
+            MemoryBounds(2, microbatches, 14.0, [(0.0, 0.0)] * 3, {2: (1, 1, 1, 1)}),
+            fullest(2, microbatches, 2),
+        )
+        best = math.inf
+        for picked in itertools.product(*points):
+            kept = [(picked[rank][1], picked[rank + 2][1]) for rank in (0, 1)]
+            fits = all(np.dot(moment.kept, kept[rank]) <= 14.0 for rank in (0, 1) for moment in held[rank])
+            rounds = max(picked[0][0], picked[1][0]) + max(picked[2][0], picked[3][0])
+            seconds = (microbatches - 1 / 2) * rounds + sum(s for s, _ in picked) / 2
+            best = min(best, seconds if fits else math.inf)
+        known = [(prices, least(prices)) for prices in (Prices(), *(Prices(kept=k / 4) for k in range(1, 9)))]
+        found = cut._least(known, [-1] * 4)
+        free = cut._least(known[:1], [-1] * 4)
+        assert free.seconds <= found.seconds * (1 + 1e-9) and found.seconds <= best * (1 + 1e-9)

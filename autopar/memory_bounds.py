@@ -13,6 +13,7 @@ The bound needs no trust in the linear solver: it is what the program's dual pri
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,15 +66,16 @@ class MemoryBounds:
     counts: Mapping[int, Sequence[int]]
     """Units of each stage, by the number of stages a rank."""
 
-    def seconds(self, units: UnitBounds, enough: float) -> float:
+    def seconds(self, units: UnitBounds, enough: float, with_across: bool = True) -> float:
         """What a step takes at least; what units take is asked for at more and more prices, for as long as that tells
-        more and `enough` seconds aren't proven."""
+        more and `enough` seconds aren't proven; `with_across`: see `UnitBounds.least`."""
+        least = functools.partial(units.least, with_across=with_across)
         time_alone = Prices(once=1 / self.microbatches)
-        known = [(prices, units.least(prices, with_across=True)) for prices in (time_alone, Prices())]
+        known = [(prices, least(prices)) for prices in (time_alone, Prices())]
         groups, found = units.groups(), Bounded(0.0, time_alone)
         prices = self._scarce(SCARCE * known[0][1].whole / self.capacity)
         for number in range(MOST_PRICES):
-            known.append((prices, units.least(prices, with_across=True)))
+            known.append((prices, least(prices)))
             before, found = found, self._least(known, groups)
             suffices = found.prices.rest < prices.rest / 2  # with what more would be given up at this price
             tells_less = found.seconds < before.seconds * (1 + TELLS)
@@ -81,7 +83,7 @@ class MemoryBounds:
                 break
             prices = self._scarce(DEARER * prices.rest) if suffices else found.prices
         if found.seconds < enough:
-            known.append((found.prices, units.least(found.prices, with_across=True, with_ends=True)))
+            known.append((found.prices, least(found.prices, with_ends=True)))
             found = self._least(known, groups)
         return found.seconds
 

@@ -298,8 +298,8 @@ class _Search:
         relaxed = trials.relaxed(each.mesh, cutoff)
         each.bound, each.looks = max(each.bound, relaxed.bound), len(LOOKS)
         if each.bound < cutoff:
-            each.relaxed, each.guess = relaxed, trials.guess_s(each.mesh, relaxed)
-            each.keeps_all = trials.guesses[each.mesh].keeps_all
+            each.relaxed, each.guess = relaxed, trials.guess_s(each.mesh, relaxed, cutoff)
+            each.keeps_all = each.mesh in trials.guesses and trials.guesses[each.mesh].keeps_all
         self._push(each)
 
     def _plan(self, each: _Open, relaxed: Relaxed) -> None:

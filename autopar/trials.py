@@ -188,7 +188,7 @@ class Trials:
         units = UnitBounds(self._kinds_built(mesh), self.whole.cut.units, self.whole.repeats)
         cuts_s = self.bounds.cuts_s(mesh)
         bounds = MemoryBounds(mesh.num_stages, self.microbatches, self.capacity, cuts_s, in_rounds)
-        return min([bounds.seconds(units, enough), *once])
+        return min([bounds.seconds(units, enough, with_across=any(self._least[mesh].joined)), *once])
 
     def _pipeline(self, mesh: Mesh) -> PipelineBounds:
         ranks, cuts_s = mesh.num_stages, self.bounds.cuts_s(mesh)
@@ -242,9 +242,16 @@ class Trials:
         """The setting of one stage without its pipeline."""
         return replace(self.setting(Cut.single(self.skeletons.units), mesh), mesh=mesh.spmd)
 
-    def guess_s(self, mesh: Mesh, relaxed: Relaxed) -> float:
+    def guess_s(self, mesh: Mesh, relaxed: Relaxed, cutoff: float = math.inf) -> float:
         """What the best plan of a mesh may take, by its units' costs, kept or computed again as memory asks for;
-        infinite where no cut fits so. No bound: layouts are the relaxed ones."""
+        infinite where no cut fits so. No bound: layouts are the relaxed ones. Where it takes no less than `cutoff` if
+        memory doesn't bind, it is told what it takes then."""
+        if math.isfinite(cutoff) and mesh.num_stages > 1 and mesh not in self.guesses and relaxed.solution.choice:
+            points = self._points(mesh, relaxed)
+            fastest = points.laid(relaxed.built.picked(relaxed.solution.choice), with_leaner=False)
+            free = self._cuts(mesh, math.inf).best_with(fastest).seconds
+            if free >= cutoff:
+                return free
         return self._guess(mesh, relaxed).seconds
 
     @property
@@ -407,8 +414,7 @@ class Trials:
         if not relaxed.solution.choice:
             return Guess(mesh, Cut.single(self.skeletons.units), math.inf, False, ())
         points = self._points(mesh, relaxed)
-        pinned = pinned_stages(self.pins, self.skeletons)
-        cuts = Cuts(self.skeletons.units, mesh, self.microbatches, capacity, self._counts(mesh), pinned)
+        cuts = self._cuts(mesh, capacity)
         best = cuts.best_with(points.laid(relaxed.built.picked(relaxed.solution.choice)))
         if best.keeps_all or (mesh.num_stages == 1 and math.isfinite(best.seconds)):
             return best  # of one stage `solve.priced` finds others: it is only guessed what some that fits may take
@@ -417,6 +423,10 @@ class Trials:
             if math.isfinite(best.seconds) and best.seconds >= without.seconds:
                 break
         return best
+
+    def _cuts(self, mesh: Mesh, capacity: float) -> Cuts:
+        pinned = pinned_stages(self.pins, self.skeletons)
+        return Cuts(self.skeletons.units, mesh, self.microbatches, capacity, self._counts(mesh), pinned)
 
     def _points(self, mesh: Mesh, relaxed: Relaxed) -> UnitPoints:
         """What units cost and hold on a mesh, in any layouts."""

@@ -70,8 +70,8 @@ class UnitPoints:
     worth_s: float
     """Seconds for each byte of a device by which `WORTH` goes."""
 
-    def laid(self, picked: Sequence[Strategy]) -> Laid:
-        """The model in the layouts of some strategies."""
+    def laid(self, picked: Sequence[Strategy], with_leaner: bool = True) -> Laid:
+        """The model in the layouts of some strategies; without leaner points everything is kept."""
         alike = [of_layouts(options, own) for options, own in zip(self.built.strategies, picked, strict=True)]
         kept = [
             own if len(own) else np.arange(len(options))
@@ -80,7 +80,7 @@ class UnitPoints:
         small = restricted(self.built.problem, kept)
         modes, tallies = _Modes.of(self._weighed(small)), list[_Tally]()
         rest, saved = zip(*(_kinds_of_price(node) for node in small.nodes), strict=True)
-        for worth in WORTH if self.built.has_modes else WORTH[:1]:
+        for worth in WORTH if self.built.has_modes and with_leaner else WORTH[:1]:
             bytes_s = worth * self.worth_s
             choice = modes.solved(
                 [r * (bytes_s / self.in_flight) + k * bytes_s for r, k in zip(rest, saved, strict=True)]

@@ -237,7 +237,8 @@ class _Search:
             if least.bound >= enough or not least.may_rise:
                 return
             self._tell("proving", least)
-            within = self._trials(least.count).within_s(least.mesh, enough)
+            others = min((each.bound for each in self.settled if not each.may_rise), default=enough)
+            within = self._trials(least.count).within_s(least.mesh, min(enough, others))
             least.bound, least.may_rise = max(least.bound, within), False
 
     def _why_cut(self, each: _Open) -> str:

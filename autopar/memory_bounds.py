@@ -72,7 +72,10 @@ class MemoryBounds:
         least = functools.partial(units.least, with_across=with_across)
         time_alone = Prices(once=1 / self.microbatches)
         known = [(prices, least(prices)) for prices in (time_alone, Prices())]
-        groups, found = units.groups(), Bounded(0.0, time_alone)
+        groups = units.groups()
+        found = self._least(known, groups)
+        if found.seconds >= enough:
+            return found.seconds
         prices = self._scarce(SCARCE * known[0][1].whole / self.capacity)
         for number in range(MOST_PRICES):
             known.append((prices, least(prices)))

@@ -5,7 +5,8 @@ to it, powers of two of them. What promises most is looked at more closely, agai
 what one layer takes by itself; a relaxed problem (one stage, no memory limit) and what its layers, put together on
 stages, take within the memory; then a plan. What isn't better than the best plan by its bound is cut. A plan is first
 looked for without recompute; where that doesn't fit, by the full problem under the memory limit; where the accountant
-finds the resulting program too large, the limit is tightened by the excess.
+finds the resulting program too large, the limit is tightened by the excess. What leaves the gap then is bounded within
+the memory, until the gap is small.
 """
 
 from __future__ import annotations

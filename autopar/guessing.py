@@ -39,6 +39,8 @@ class Guess:
     keeps_all: bool
     layouts: tuple[Laid, ...]
     """Those of each stage."""
+    is_unlimited: bool = False
+    """Whether it is for a memory that never binds."""
 
 
 @dataclass(slots=True)

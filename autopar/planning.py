@@ -305,8 +305,13 @@ class _Search:
         self._push(each)
 
     def _plan(self, each: _Open, relaxed: Relaxed) -> None:
-        self._tell("solving", each)
         trials = self._trials(each.count)
+        if each.mesh not in trials.guesses:  # only what it takes if memory doesn't bind
+            self._tell("guessing", each)
+            each.guess = trials.guess_s(each.mesh, relaxed, self._worst_s * (1 - GUESS_GAP))
+            self._push(each)
+            return
+        self._tell("solving", each)
         self._offer(trials.planned(each.mesh, relaxed), each, trials)
 
     # -- what is searched --------------------------------------------------------------------------------------

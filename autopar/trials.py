@@ -244,15 +244,14 @@ class Trials:
 
     def guess_s(self, mesh: Mesh, relaxed: Relaxed, cutoff: float = math.inf) -> float:
         """What the best plan of a mesh may take, by its units' costs, kept or computed again as memory asks for;
-        infinite where no cut fits so. No bound: layouts are the relaxed ones. Where it takes no less than `cutoff` if
-        memory doesn't bind, it is told what it takes then."""
-        if math.isfinite(cutoff) and mesh.num_stages > 1 and mesh not in self.guesses and relaxed.solution.choice:
-            points = self._points(mesh, relaxed)
-            fastest = points.laid(relaxed.built.picked(relaxed.solution.choice), with_leaner=False)
-            free = self._cuts(mesh, math.inf).best_with(fastest).seconds
-            if free >= cutoff:
-                return free
-        return self._guess(mesh, relaxed).seconds
+        infinite where no cut fits so. No bound: layouts are the relaxed ones, or leaner. Of a pipeline that takes no
+        less than `cutoff` it may be what it takes if memory doesn't bind; then it isn't among `guesses`."""
+        if mesh not in self.guesses:
+            guess = self._guessed(mesh, relaxed, self.capacity, cutoff)
+            if guess.is_unlimited:
+                return guess.seconds
+            self.guesses[mesh] = guess
+        return self.guesses[mesh].seconds
 
     @property
     def whole(self) -> StepGraph:
@@ -409,20 +408,36 @@ class Trials:
             self.guesses[mesh] = self._guessed(mesh, relaxed, self.capacity)
         return self.guesses[mesh]
 
-    def _guessed(self, mesh: Mesh, relaxed: Relaxed, capacity: float) -> Guess:
-        """Of the fastest layouts; where memory binds, each stage may have leaner ones, memory having some price."""
+    def _guessed(self, mesh: Mesh, relaxed: Relaxed, capacity: float, cutoff: float = math.inf) -> Guess:
+        """Of the fastest layouts; where memory binds, each stage may have leaner ones, memory having some price.
+
+        The higher that is, the longer layouts take even if memory doesn't bind: none are put together that then take
+        no less than the best guess, or than `cutoff`."""
         if not relaxed.solution.choice:
             return Guess(mesh, Cut.single(self.skeletons.units), math.inf, False, ())
-        points = self._points(mesh, relaxed)
+        points, is_cut = self._points(mesh, relaxed), mesh.num_stages > 1
+        fastest = relaxed.built.picked(relaxed.solution.choice)
+        if is_cut and math.isfinite(cutoff):
+            free = self._unlimited_guess(mesh, points.laid(fastest, with_leaner=False))
+            if free.seconds >= cutoff:
+                return free
         cuts = self._cuts(mesh, capacity)
-        best = cuts.best_with(points.laid(relaxed.built.picked(relaxed.solution.choice)))
-        if best.keeps_all or (mesh.num_stages == 1 and math.isfinite(best.seconds)):
+        best = cuts.best_with(points.laid(fastest))
+        if best.keeps_all or (not is_cut and math.isfinite(best.seconds)):
             return best  # of one stage `solve.priced` finds others: it is only guessed what some that fits may take
         for part in PRICES:
-            without, best = best, cuts.best_with(points.leaner(part * points.worth_s / mesh.num_stages))
+            laid = points.leaner(part * points.worth_s / mesh.num_stages)
+            free = self._unlimited_guess(mesh, laid)
+            if is_cut and free.seconds >= min(best.seconds, cutoff):
+                return best if best.seconds <= free.seconds else free
+            without, best = best, cuts.best_with(laid)
             if math.isfinite(best.seconds) and best.seconds >= without.seconds:
                 break
         return best
+
+    def _unlimited_guess(self, mesh: Mesh, laid: Laid) -> Guess:
+        """What some layouts take if memory doesn't bind."""
+        return replace(self._cuts(mesh, math.inf).best_with(laid), is_unlimited=True)
 
     def _cuts(self, mesh: Mesh, capacity: float) -> Cuts:
         pinned = pinned_stages(self.pins, self.skeletons)

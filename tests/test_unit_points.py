@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -92,3 +93,25 @@ def test_cuts_cost_what_no_longer_hides(microbatches: int) -> None:
     found = trials.planned(MESH, relaxed)
     assert found is not None
     assert trials.guess_s(MESH, relaxed) == pytest.approx(found.solution.objective, rel=0.06)
+
+
+def test_leaner_layouts_are_tried_only_below_a_cutoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take even if memory doesn't bind is told then, and isn't kept: without the cutoff there is a guess."""
+    prices: list[float] = []
+    leaner = UnitPoints.leaner
+
+    def noted(points: UnitPoints, bytes_s: float) -> Laid:
+        prices.append(bytes_s)
+        laid = leaner(points, bytes_s)
+        layers = [
+            replace(each, points=tuple(replace(p, seconds=2 * p.seconds) for p in each.points)) for each in laid.layers
+        ]
+        return replace(laid, layers=tuple(layers))
+
+    monkeypatch.setattr(UnitPoints, "leaner", noted)
+    trials = replace(trials_of(step_of("llama, 2 layers"), "4xcpu"), capacity=1.0, guesses={})
+    relaxed = trials.relaxed(MESH)
+    fastest_s = replace(trials, capacity=1e12, guesses={}).guess_s(MESH, relaxed)
+    told = trials.guess_s(MESH, relaxed, cutoff=1.2 * fastest_s)
+    assert len(prices) == 1 and 1.2 * fastest_s <= told < math.inf and MESH not in trials.guesses
+    assert math.isinf(trials.guess_s(MESH, relaxed)) and len(prices) > 2 and MESH in trials.guesses

@@ -38,7 +38,8 @@ def fill(mesh: Mesh, microbatches: int, virtual: int = 1) -> float:
 
 def units_of_nodes(nodes: Sequence[Node], units: tuple[str, ...]) -> dict[Node, int]:
     """The unit of each node: that of its layer, or of its module; what runs before the first layer, or after the last,
-    is of the first unit, or the last; other nodes of no unit belong with the node before them."""
+    is of the first unit, or the last, and so is what else is of these modules (the sum of a gradient comes late); other
+    nodes of no unit belong with the node before them."""
     if not nodes:
         return {}
     where, homes, between = (
@@ -50,13 +51,16 @@ def units_of_nodes(nodes: Sequence[Node], units: tuple[str, ...]) -> dict[Node, 
     found: dict[Node, int] = {}
     unit = 0
     for node in nodes:
-        own = where.get(homes[node], _unit_by_path(node, where))
+        own = where.get(homes[node], _by_path(node, where))
         unit = edges.get(between.get(node, ""), unit) if own is None else own
         found[node] = unit
+        if node.meta["phase"] == "forward":
+            where.setdefault(node.meta.get("path", ""), unit)
     return found
 
 
-def _unit_by_path(node: Node, where: dict[str, int]) -> int | None:
+def _by_path(node: Node, where: dict[str, int]) -> int | None:
+    """The unit of a node's module, or of one around it."""
     path = node.meta.get("path", "")
     while path:
         if path in where:

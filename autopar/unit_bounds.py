@@ -9,6 +9,8 @@ have in common: one problem stands for all of them.
 Where a layer is followed by its like, it also brings its values onto the next, in the layouts that both have. Let v be
 what a layer takes at least, and w with that. A stage with k of them, which decide as one, takes at least
 k * w - (w - v): its cost is k times the least of (layer + r * onto the next) with r = 1 - 1/k, which is concave in r.
+In the same way, what such a stage's first and last layer can't hide, since none of the stage runs before or after them,
+is counted with `STACKED` layers: with more, it is no less in all; with fewer, no less for each.
 
 What counts, and how much, is said by prices: a unit takes time in each microbatch, and once a step; it holds bytes all
 the time, for gradients, and for the backward of each microbatch. No plan's units have less in sum than the least.
@@ -43,6 +45,10 @@ MOST_JOINED = 4
 """Units of a model whose ends would be the same."""
 
 
+STACKED = 3
+"""Layers of a usual stage: with as many it is exact what its ends cost."""
+
+
 class Prices(NamedTuple):
     """What each of these of a unit counts; bytes are known where the problem was built for `held.KINDS`."""
 
@@ -71,6 +77,8 @@ class _Unit:
     nodes: dict[str, tuple[Node, Sequence[object]]] = field(default_factory=dict)
     """With the strategies of each."""
     edges: dict[_Between, Array] = field(default_factory=dict)
+    at_ends: dict[_Between, Array] = field(default_factory=dict)
+    """What some of `edges` cost more where the unit is the first of its stage, and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,11 @@ class Least:
     crossed: tuple[float, ...] = ()
     """What a unit among others that are like it costs beyond these for what the one before it, and the one after it,
     bring it from other stages in the same layouts; by which it is before."""
+    ends: tuple[float, ...] = ()
+    """What a stage of `STACKED` units that are like this one costs beyond `seconds` if others are before and after it;
+    empty where that isn't known."""
+    kinds: tuple[int, ...] = ()
+    """Equal for units that are alike."""
 
     @property
     def whole(self) -> float:
@@ -92,12 +105,20 @@ class Least:
 
     def of(self, start: int, end: int) -> float:
         """Of a stage with the units start..end-1."""
-        return sum(self.seconds[start:end]) + sum(self.joined[start : end - 1])
+        return sum(self.seconds[start:end]) + max(sum(self.joined[start : end - 1]), self._ends_s(start, end))
 
     def alike(self, start: int, end: int) -> float:
         """The same where all stages are in the same layouts."""
         is_inside = self.crossed and start > 0 and end < len(self.seconds)
-        return self.of(start, end) + (min(self.crossed[start - 1], self.crossed[end - 1]) if is_inside else 0.0)
+        crossed = min(self.crossed[start - 1], self.crossed[end - 1]) if is_inside else 0.0
+        joined = sum(self.joined[start : end - 1]) + crossed
+        return sum(self.seconds[start:end]) + max(joined, self._ends_s(start, end))
+
+    def _ends_s(self, start: int, end: int) -> float:
+        """What the ends of a stage cost where all of it is alike."""
+        if not self.ends or start == 0 or end == len(self.seconds) or len(set(self.kinds[start:end])) > 1:
+            return 0.0
+        return self.ends[start] * min(1.0, (end - start) / STACKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +139,14 @@ class UnitBounds:
             alike[self._kind(unit)].append(unit)
         found: dict[str, float] = {}
         onward: dict[str, float] = {}
+        ends: dict[str, float] = {}
         for units in alike.values():
             common = _in_common([parts[unit] for unit in units])
             least = self._least(common)
             found |= dict.fromkeys(units, least)
+            if any(self.repeats.times(unit) > 1 for unit in units):
+                stacked = _in_common([_stacked(parts[unit]) for unit in units])
+                ends |= dict.fromkeys(units, STACKED * max(0.0, self._least(stacked) - least))
             for unit in filter(self._follows_itself, units):
                 own = self._across(parts[unit], common) if with_across else parts[unit]
                 onward[unit] = max(0.0, self._least(own) - least)
@@ -135,7 +160,14 @@ class UnitBounds:
                 more = self._least(both) - found.get(first, 0.0) - found.get(last, 0.0)
                 if more > joined[place] + joined[beside]:
                     joined[place], joined[beside] = more, 0.0
-        return Least(tuple(found.get(unit, 0.0) for unit in like), tuple(joined), crossed)
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(self._kind, like)))}
+        return Least(
+            tuple(found.get(unit, 0.0) for unit in like),
+            tuple(joined),
+            crossed,
+            tuple(ends.get(unit, 0.0) for unit in like),
+            tuple(kinds[self._kind(unit)] for unit in like),
+        )
 
     def groups(self) -> list[int]:
         """Of each unit of the model the number of the group in which all are in the same layouts as far as it matters
@@ -192,6 +224,8 @@ class UnitBounds:
         names: list[tuple[str, str]] = []
         parts: dict[str, _Unit] = defaultdict(_Unit)
         between: dict[tuple[str, str], list[tuple[str, str, Array]]] = defaultdict(list)
+        windows = Counter((block, window.phase) for window in built.windows.windows for block in window.blocks)
+        with_one_window = {unit for unit in self.units if windows[unit, "forward"] == windows[unit, "backward"] == 1}
         for node, priced, options in zip(built.nodes, built.problem.nodes, built.strategies, strict=True):
             unit = self.units[unit_of[node]]
             name = _name(node, unit)
@@ -199,13 +233,17 @@ class UnitBounds:
             own = Node(name, _cost(priced, prices) / self.repeats.times(unit))
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
-        for edge in built.problem.edges:
+        for edge, moved in zip(built.problem.edges, built.moves, strict=True):
             (unit, source), (other, target) = names[edge.source], names[edge.target]
-            cost = _weighed(edge.cost, prices.once if edge.row else prices.seconds)
+            price = prices.once if edge.row else prices.seconds
+            cost = _weighed(edge.cost, price)
             if unit == other:
-                edges = parts[unit].edges
-                number = next(n for n in range(len(edges) + 1) if (source, target, n) not in edges)
-                edges[source, target, number] = cost / self.repeats.times(unit)
+                part, times = parts[unit], self.repeats.times(unit)
+                number = next(n for n in range(len(part.edges) + 1) if (source, target, n) not in part.edges)
+                part.edges[source, target, number] = cost / times
+                if moved.hideable is not None and unit in with_one_window:
+                    hidden = price * (1 - built.setting.contention) * moved.hiding.part * moved.hideable
+                    part.at_ends[source, target, number] = hidden / times
             elif self.repeats.times(unit) == self.repeats.times(other) == 1:
                 between[unit, other].append((source, target, cost))
                 between[other, unit].append((target, source, cost.T))
@@ -224,6 +262,12 @@ def _cost(node: Node, prices: Prices) -> Array:
         return cost
     priced: Array = cost + sum(price * held for price, held in zip(prices[2:], by_kind(node), strict=True))
     return priced
+
+
+def _stacked(unit: _Unit) -> _Unit:
+    """A unit with its part of what the ends of a stage of `STACKED` cost."""
+    ends = {between: unit.edges[between] + more / STACKED for between, more in unit.at_ends.items()}
+    return _Unit(unit.nodes, unit.edges | ends)
 
 
 def _together(first: _Unit, last: _Unit, between: Sequence[tuple[str, str, Array]]) -> _Unit:

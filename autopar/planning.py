@@ -146,15 +146,14 @@ class _Open:
     relaxed: Relaxed | None = None
     guess: float = 0.0
     """What its best plan may take (`Trials.guess_s`)."""
-    keeps_all: bool = False
-    """Whether that computes nothing again."""
+    is_within: bool = True
+    """Whether that is within the memory."""
 
     @property
     def promise(self) -> tuple[bool, float]:
         """By what it is compared with others: what doesn't fit in its fastest layouts comes after what does. If a guess
-        holds, it cuts what isn't better by `CUT_GAP`; most of all where nothing is to be computed again."""
-        part = CUT_GAP if self.keeps_all else CUT_GAP / 2
-        guess = self.guess * (1 - part) if math.isfinite(self.guess) else 0.0
+        holds, it cuts what isn't better by `CUT_GAP`; what isn't within the memory promises too much."""
+        guess = self.guess * (1 - CUT_GAP * self.is_within) if math.isfinite(self.guess) else 0.0
         return math.isinf(self.guess), max(self.bound, guess)
 
     def is_no_better(self, step_s: float) -> bool:
@@ -300,19 +299,25 @@ class _Search:
         relaxed = trials.relaxed(each.mesh, cutoff)
         each.bound, each.looks = max(each.bound, relaxed.bound), len(LOOKS)
         if each.bound < cutoff:
-            each.relaxed, each.guess = relaxed, trials.guess_s(each.mesh, relaxed, cutoff)
-            each.keeps_all = each.mesh in trials.guesses and trials.guesses[each.mesh].keeps_all
+            each.relaxed = relaxed
+            self._guess(each, relaxed, cutoff)
         self._push(each)
 
     def _plan(self, each: _Open, relaxed: Relaxed) -> None:
         trials = self._trials(each.count)
         if each.mesh not in trials.guesses:  # only what it takes if memory doesn't bind
             self._tell("guessing", each)
-            each.guess = trials.guess_s(each.mesh, relaxed, self._worst_s * (1 - GUESS_GAP))
+            self._guess(each, relaxed, self._worst_s)
             self._push(each)
             return
         self._tell("solving", each)
         self._offer(trials.planned(each.mesh, relaxed), each, trials)
+
+    def _guess(self, each: _Open, relaxed: Relaxed, cutoff: float) -> None:
+        """What its best plan may take, where that may be better than `cutoff` by enough."""
+        trials = self._trials(each.count)
+        each.guess = trials.guess_s(each.mesh, relaxed, cutoff * (1 - GUESS_GAP))
+        each.is_within = each.mesh in trials.guesses
 
     # -- what is searched --------------------------------------------------------------------------------------
     def _counts(self) -> list[int]:

@@ -174,7 +174,7 @@ class Trials:
             if len(self._alone_built) > KEPT_BUILT:
                 self._alone_built.pop(next(iter(self._alone_built)))
             prices = Prices(once=1 / self.microbatches)
-            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats).least(prices, with_ends=True)
+            self._least[mesh] = UnitBounds(built, self.whole.cut.units, self.whole.repeats).least(prices)
         return self._pipeline(mesh).least_s(self._least[mesh])
 
     def within_s(self, mesh: Mesh, enough: float) -> float:

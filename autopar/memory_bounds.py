@@ -86,7 +86,8 @@ class MemoryBounds:
                 break
             prices = self._scarce(DEARER * prices.rest) if suffices else found.prices
         if found.seconds < enough:
-            known.append((found.prices, least(found.prices, with_ends=True)))
+            at, without = known[-1]
+            known[-1] = at, units.with_ends(without, at)
             found = self._least(known, groups)
         return found.seconds
 

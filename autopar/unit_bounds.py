@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from autopar.rules.nodes import node_argument
 from autopar.solve.build import BuiltProblem
 from autopar.solve.held import by_kind
 from autopar.solve.modes import producer
-from autopar.solve.problem import Array, Edge, Node, Problem
+from autopar.solve.problem import Array, Edge, Node, Problem, evaluate
 from autopar.solve.search import solve
 from autopar.solve.share import share
 
@@ -129,11 +129,10 @@ class UnitBounds:
     units: tuple[str, ...]
     repeats: Repeats
 
-    def least(self, prices: Prices, with_across: bool = False, with_ends: bool = False) -> Least:
+    def least(self, prices: Prices, with_across: bool = False) -> Least:
         """Of the units of the model; `with_across`: with what they get from like ones on other stages, by which
-        neighbours on one stage count, too; `with_ends`: the first and the last ones each together with its neighbour,
-        since what is before the first layer, or after the last, has much to do with it."""
-        parts, between = self._parts(prices)
+        neighbours on one stage count, too."""
+        parts, _ = self._parts(prices)
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for unit in parts:
             alike[self._kind(unit)].append(unit)
@@ -142,24 +141,17 @@ class UnitBounds:
         ends: dict[str, float] = {}
         for units in alike.values():
             common = _in_common([parts[unit] for unit in units])
-            least = self._least(common)
-            found |= dict.fromkeys(units, least)
+            alone = _solved(common)
+            found |= dict.fromkeys(units, alone.bound)
             if any(self.repeats.times(unit) > 1 for unit in units):
-                stacked = _in_common([_stacked(parts[unit]) for unit in units])
-                ends |= dict.fromkeys(units, STACKED * max(0.0, self._least(stacked) - least))
+                stacked = _solved(_in_common([_stacked(parts[unit]) for unit in units]), alone)
+                ends |= dict.fromkeys(units, STACKED * max(0.0, stacked.bound - alone.bound))
             for unit in filter(self._follows_itself, units):
                 own = self._across(parts[unit], common) if with_across else parts[unit]
-                onward[unit] = max(0.0, self._least(own) - least)
+                onward[unit] = max(0.0, _solved(own, alone).bound - alone.bound)
         like = [like for _, like in self.repeats.spread(self.units)]
         joined = [onward.get(one, 0.0) if one == other else 0.0 for one, other in itertools.pairwise(like)]
         crossed = tuple(joined) if with_across else ()
-        if with_ends and len(like) > MOST_JOINED:
-            for place, beside in ((0, 1), (len(joined) - 1, len(joined) - 2)):
-                first, last = like[place], like[place + 1]
-                both = _together(parts.get(first, _Unit()), parts.get(last, _Unit()), between.get((first, last), []))
-                more = self._least(both) - found.get(first, 0.0) - found.get(last, 0.0)
-                if more > joined[place] + joined[beside]:
-                    joined[place], joined[beside] = more, 0.0
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(self._kind, like)))}
         return Least(
             tuple(found.get(unit, 0.0) for unit in like),
@@ -168,6 +160,21 @@ class UnitBounds:
             tuple(ends.get(unit, 0.0) for unit in like),
             tuple(kinds[self._kind(unit)] for unit in like),
         )
+
+    def with_ends(self, least: Least, prices: Prices) -> Least:
+        """`least` of these prices, with the first and the last unit each together with its neighbour, since what is
+        before the first layer, or after the last, has much to do with it."""
+        like, joined = [like for _, like in self.repeats.spread(self.units)], list(least.joined)
+        if len(like) <= MOST_JOINED:
+            return least
+        parts, between = self._parts(prices)
+        for place, beside in ((0, 1), (len(joined) - 1, len(joined) - 2)):
+            first, last = like[place], like[place + 1]
+            both = _together(parts.get(first, _Unit()), parts.get(last, _Unit()), between.get((first, last), []))
+            more = _solved(both).bound - least.seconds[place] - least.seconds[place + 1]
+            if more > joined[place] + joined[beside]:
+                joined[place], joined[beside] = more, 0.0
+        return replace(least, joined=tuple(joined))
 
     def groups(self) -> list[int]:
         """Of each unit of the model the number of the group in which all are in the same layouts as far as it matters
@@ -208,13 +215,6 @@ class UnitBounds:
             if place is not None:
                 return run.path, place[1]
         return unit, -1
-
-    def _least(self, unit: _Unit) -> float:
-        place = {name: index for index, name in enumerate(unit.nodes)}
-        nodes = tuple(node for node, _ in unit.nodes.values())
-        edges = tuple(Edge(place[s], place[t], cost) for (s, t, _), cost in unit.edges.items())
-        problem = Problem(nodes, edges)
-        return max(0.0, solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S).bound)
 
     def _parts(self, prices: Prices) -> tuple[dict[str, _Unit], dict[tuple[str, str], list[tuple[str, str, Array]]]]:
         """The nodes and inner edges of each unit, as one of those for which it stands has them; and the edges between
@@ -262,6 +262,28 @@ def _cost(node: Node, prices: Prices) -> Array:
         return cost
     priced: Array = cost + sum(price * held for price, held in zip(prices[2:], by_kind(node), strict=True))
     return priced
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A unit's problem: what no choice costs less than, and a strategy of each node."""
+
+    bound: float
+    choice: dict[str, int]
+
+
+def _solved(unit: _Unit, cheaper: _Solved | None = None) -> _Solved:
+    """`cheaper`: of a problem that costs no more; that bound is enough where its choice costs about as much here."""
+    place = {name: index for index, name in enumerate(unit.nodes)}
+    nodes = tuple(node for node, _ in unit.nodes.values())
+    edges = tuple(Edge(place[s], place[t], cost) for (s, t, _), cost in unit.edges.items())
+    problem, hint = Problem(nodes, edges), None
+    if cheaper is not None and cheaper.choice.keys() == unit.nodes.keys():
+        hint = [cheaper.choice[name] for name in unit.nodes]
+        if evaluate(problem, hint).objective <= cheaper.bound * (1 + GAP):
+            return cheaper
+    found = solve(problem, gap=GAP, time_limit_s=TIME_LIMIT_S, hint=hint)
+    return _Solved(max(0.0, found.bound), dict(zip(unit.nodes, found.choice, strict=False)))
 
 
 def _stacked(unit: _Unit) -> _Unit:

@@ -26,6 +26,8 @@ LARGEST = 2e7
 """Entries of one table."""
 MOST = 2e8
 """Entries of all tables."""
+SMALL = 3e5
+"""Entries of all tables that take no longer than looking for another order."""
 TRIES = 8
 """Orders that are drawn near the greedy one; the cheapest is taken."""
 SPREAD = 0.7
@@ -37,8 +39,9 @@ def elimination_order(model: Model) -> list[int] | None:
     if model.room or model.peaks or not model.alive:
         return None
     chance = random.Random(0)
-    orders = [_order(model, chance, SPREAD if attempt else 0.0) for attempt in range(TRIES)]
-    work, order = min(orders, key=lambda pair: pair[0])
+    work, order = _order(model, chance, 0.0)
+    for _ in range(TRIES if work > SMALL else 0):
+        work, order = min((work, order), _order(model, chance, SPREAD), key=lambda pair: pair[0])
     return order if work <= MOST else None
 
 

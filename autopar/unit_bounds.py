@@ -79,6 +79,8 @@ class _Unit:
     edges: dict[_Between, Array] = field(default_factory=dict)
     at_ends: dict[_Between, Array] = field(default_factory=dict)
     """What some of `edges` cost more where the unit is the first of its stage, and the last."""
+    relays: set[str] = field(default_factory=set)
+    """Nodes that bring a value to several readers in one phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +195,17 @@ class UnitBounds:
 
     @staticmethod
     def _across(unit: _Unit, common: _Unit) -> _Unit:
-        """A unit with what it gets from one that is like it, on another stage: a value is brought there once for all
-        that read it, so that one of them counts, that which costs most to bring it to."""
-        dearest: dict[str, tuple[float, _Between]] = {}
+        """A unit with what it gets from one that is like it, on another stage. A value is brought there once for all
+        that read it: by the relay that it has already, if nothing else reads that; else one of them counts, that which
+        costs most to bring it to."""
+        read_within = {source for source, *_ in common.edges}
+        dearest: dict[object, tuple[float, _Between]] = {}
         for between, cost in unit.edges.items():
             if between not in common.edges:
+                source = between[0]
                 usual = float(cost[np.isfinite(cost)].mean()) if np.isfinite(cost).any() else 0.0
-                dearest[between[0]] = max(dearest.get(between[0], (0.0, between)), (usual, between))
+                which = between if source in unit.relays - read_within else source
+                dearest[which] = max(dearest.get(which, (0.0, between)), (usual, between))
         edges = common.edges | {between: unit.edges[between] for _, between in dearest.values()}
         return _Unit(unit.nodes, edges)
 
@@ -233,6 +239,8 @@ class UnitBounds:
             own = Node(name, _cost(priced, prices) / self.repeats.times(unit))
             assert name not in parts[unit].nodes, name
             parts[unit].nodes[name] = own, options
+            if node.target is markers.relay:
+                parts[unit].relays.add(name)
         for edge, moved in zip(built.problem.edges, built.moves, strict=True):
             (unit, source), (other, target) = names[edge.source], names[edge.target]
             price = prices.once if edge.row else prices.seconds

@@ -29,12 +29,14 @@ from autopar.unit_bounds import Least, Prices, UnitBounds
 EXCESS = 100.0
 """What more memory than there is costs in the linear programs, so that they have solutions: steps for all of it."""
 
-SCARCE, DEARER = 0.006, 5.0
-"""Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at; and how much
-more at the next, where memory suffices with what is given up for that."""
+SCARCE = 0.006
+"""Of a microbatch's time, what all of a rank's memory is worth at the first prices that are looked at."""
 
-MOST_PRICES, TELLS = 3, 1e-3
+MOST_PRICES, TELLS = 4, 1e-3
 """How many prices of memory are looked at, and by which part a further look must raise the bound."""
+
+CLOSE = 0.02
+"""By which part prices of memory differ that tell the same."""
 
 Known = Sequence[tuple[Prices, Least]]
 """What units take at least at some prices."""
@@ -76,18 +78,21 @@ class MemoryBounds:
         found = self._least(known, groups)
         if found.seconds >= enough:
             return found.seconds
-        prices = self._scarce(SCARCE * known[0][1].whole / self.capacity)
+        prices, is_halved = self._scarce(SCARCE * known[0][1].whole / self.capacity), False
         for number in range(MOST_PRICES):
             known.append((prices, least(prices)))
             before, found = found, self._least(known, groups)
-            suffices = found.prices.rest < prices.rest / 2  # with what more would be given up at this price
-            tells_less = found.seconds < before.seconds * (1 + TELLS)
-            if found.seconds >= enough or (number and tells_less):
+            tells_less = number > 0 and found.seconds < before.seconds * (1 + TELLS)
+            is_close = abs(found.prices.rest - prices.rest) <= CLOSE * prices.rest
+            if found.seconds >= enough or not found.prices.rest or (tells_less and (is_halved or not is_close)):
                 break
-            prices = self._scarce(DEARER * prices.rest) if suffices else found.prices
+            is_halved = is_close and number > 0
+            prices = _half_way(found.prices, known) if is_halved else found.prices
         if found.seconds < enough:
-            at, without = known[-1]
-            known[-1] = at, units.with_ends(without, at)
+            rest = found.prices.rest
+            nearest = min(range(len(known)), key=lambda number: abs(known[number][0].rest - rest))
+            at, without = known[nearest]
+            known[nearest] = at, units.with_ends(without, at)
             found = self._least(known, groups)
         return found.seconds
 
@@ -100,6 +105,14 @@ class MemoryBounds:
         """The least of all numbers of stages."""
         found = (_Cut(self, counts, known, groups).bounded() for counts in self.counts.values())
         return min(found, key=lambda each: each.seconds)
+
+
+def _half_way(prices: Prices, known: Known) -> Prices:
+    """Between `prices`, which are known, and the next lower ones: the program's solution mixes what is best at
+    both, which at prices between them may cost more."""
+    lower = max((each.rest for each, _ in known if each.rest < (1 - CLOSE) * prices.rest), default=0.0)
+    part = (1 + lower / prices.rest) / 2 if prices.rest else 1.0
+    return Prices(*prices[:2], *(part * each for each in prices[2:]))
 
 
 def _of_stages(counts: Sequence[int], known: Known) -> Array:

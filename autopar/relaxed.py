@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from autopar.capture.runs import Repeats
 from autopar.layers import blocks_of, homes_of
+from autopar.markers import IDENTITIES
 from autopar.mesh import PIPELINE_AXIS, Mesh
 from autopar.solve.build import BuiltProblem, Setting
 from autopar.solve.problem import Solution
@@ -48,14 +49,16 @@ def units_of_nodes(nodes: Sequence[Node], units: tuple[str, ...]) -> dict[Node, 
         blocks_of(nodes[0].graph),
     )
     edges = {"before": 0, "after": len(units) - 1}
+    for node in nodes:
+        is_edge = node.meta["phase"] == "forward" and between.get(node) in edges and node.target not in IDENTITIES
+        if is_edge and (path := node.meta.get("path")):
+            where.setdefault(path, edges[between[node]])
     found: dict[Node, int] = {}
     unit = 0
     for node in nodes:
         own = where.get(homes[node], _by_path(node, where))
         unit = edges.get(between.get(node, ""), unit) if own is None else own
         found[node] = unit
-        if node.meta["phase"] == "forward":
-            where.setdefault(node.meta.get("path", ""), unit)
     return found
 
 

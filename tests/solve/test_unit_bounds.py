@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,13 +15,16 @@ from autopar import plan
 from autopar.capture.step import TrainStep
 from autopar.cluster import parse_cluster
 from autopar.memory_bounds import MemoryBounds
+from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
 from autopar.pipeline_bounds import PipelineBounds
 from autopar.planning import _Search
+from autopar.relaxed import units_of_nodes
+from autopar.skeletons import Skeletons
 from autopar.solve.in_flight import fullest
 from autopar.trials import Trials
-from autopar.unit_bounds import Least, Prices
-from tests.virtual.step_models import GPT, token_batch
+from autopar.unit_bounds import STACKED, Least, Prices
+from tests.virtual.step_models import GPT, momentum, token_batch
 
 CLUSTER = "4xcpu"
 
@@ -67,6 +71,46 @@ def test_a_pipeline_takes_no_less_than_its_slowest_stage_in_the_best_cut() -> No
         found = PipelineBounds(ranks, microbatches, cuts_s, 1.0, {1: ()}).least_s(least)
         filled = 1.0 + (ranks - 1) * min(map(sum, cuts_s))
         assert found == pytest.approx((microbatches - 1) * min(slowest) + filled)
+
+
+def test_what_the_ends_of_stages_cannot_hide_counts_where_it_is_sure_to() -> None:
+    """In full from `STACKED` like units on, in part for fewer; not at the model's ends, or beside what is joined."""
+    size = 2 * STACKED + 3
+    kinds = (0, *(1,) * (size - 2), 2)
+    least = Least((1.0,) * size, (0.0,) * (size - 1), (), (0.6,) * size, kinds)
+    for count in range(1, size - 1):
+        assert least.of(1, 1 + count) == pytest.approx(count + 0.6 * min(1.0, count / STACKED))
+    assert least.of(0, STACKED + 1) == STACKED + 1 and least.of(1, size) == size - 1 and least.of(0, size) == size
+    joined = replace(least, joined=(0.5,) * (size - 1))
+    assert joined.of(1, 2) == pytest.approx(1 + 0.6 / STACKED)
+    assert joined.of(1, 4) == pytest.approx(3 + max(2 * 0.5, 0.6))
+
+
+def test_no_stage_of_like_layers_takes_less_than_with_its_ends() -> None:
+    """Where weights are gathered block by block, the first gather of a stage is waited for: the bound says so, and no
+    plan beats it."""
+    cluster = parse_cluster("4xh100")
+    cluster = replace(cluster, device=replace(cluster.device, contention=0.0))
+    model = GPT(width=192, heads=2, layers=8, tied=False)  # gathered block by block
+    step = TrainStep(model, token_batch(16), optimizer=momentum, microbatches=4)
+    pins = parse_pins("pp=2, dp=2, zero=3, virtual=1")
+    trials = Trials(step, Skeletons(step.fold(), 4, {}), cluster, pins, 1e10)
+    mesh = Mesh.parse("pp=2 dp=2 tp=1")
+    relaxed = trials.relaxed(mesh)
+    found = trials.planned(mesh, relaxed)
+    assert found is not None
+    least = trials._least[mesh]
+    assert max(least.ends) > 0.0
+    assert trials.units_s(mesh) <= found.solution.objective
+
+
+def test_what_is_after_the_layers_is_of_the_last_unit_in_all_phases() -> None:
+    """The gradient of a head is summed late in the backward, after that of the first layer."""
+    nodes, units = [node for node in trials().whole.graph.nodes if "key" in node.meta], trials().whole.cut.units
+    unit_of = units_of_nodes(nodes, units)
+    head = [node for node in nodes if node.meta.get("path", "").startswith("head")]
+    assert {node.meta["phase"] for node in head} >= {"forward", "backward", "update"}
+    assert {unit_of[node] for node in head} == {len(units) - 1}
 
 
 # -- within the memory ---------------------------------------------------------------------------------------------

@@ -62,10 +62,15 @@ class PipelineBounds:
 
 def stages_s(least: Least, cuts_s: Sequence[tuple[float, float]]) -> Array:
     """[start, end]: seconds of a stage with the units start..end-1, and of its cuts; infinite where there are none."""
-    found, size = fastest_seconds(as_layers(least, cuts_s)), len(least.seconds)
-    for start, end in itertools.combinations(range(size + 1), 2):
-        found[start, end] += least.of(start, end) - sum(least.seconds[start:end])
-    return found
+    found = fastest_seconds(as_layers(least, cuts_s))
+    joined = np.cumsum([0.0, *least.joined])
+    of_first = joined[np.minimum(np.arange(len(found)), len(joined) - 1)]
+    upto_last = joined[np.clip(np.arange(len(found)) - 1, 0, len(joined) - 1)]
+    more: Array = upto_last[None, :] - of_first[:, None]
+    for start, end in itertools.combinations(range(len(found)), 2) if least.ends else ():
+        more[start, end] = max(more[start, end], least.ends_s(start, end))
+    both: Array = found + more
+    return both
 
 
 def as_layers(least: Least, cuts_s: Sequence[tuple[float, float]]) -> list[Layer]:

@@ -107,16 +107,20 @@ class Least:
 
     def of(self, start: int, end: int) -> float:
         """Of a stage with the units start..end-1."""
-        return sum(self.seconds[start:end]) + max(sum(self.joined[start : end - 1]), self._ends_s(start, end))
+        return self._beside(start, end, crossed=0.0)
 
     def alike(self, start: int, end: int) -> float:
         """The same where all stages are in the same layouts."""
         is_inside = self.crossed and start > 0 and end < len(self.seconds)
         crossed = min(self.crossed[start - 1], self.crossed[end - 1]) if is_inside else 0.0
-        joined = sum(self.joined[start : end - 1]) + crossed
-        return sum(self.seconds[start:end]) + max(joined, self._ends_s(start, end))
+        return self._beside(start, end, crossed)
 
-    def _ends_s(self, start: int, end: int) -> float:
+    def _beside(self, start: int, end: int, crossed: float) -> float:
+        """Units, and the more of what joins them (with others, `crossed`) and what the stage's ends cost."""
+        joined = sum(self.joined[start : end - 1]) + crossed
+        return sum(self.seconds[start:end]) + max(joined, self.ends_s(start, end))
+
+    def ends_s(self, start: int, end: int) -> float:
         """What the ends of a stage cost where all of it is alike."""
         if not self.ends or start == 0 or end == len(self.seconds) or len(set(self.kinds[start:end])) > 1:
             return 0.0
